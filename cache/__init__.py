@@ -1,0 +1,1 @@
+"""What is remembered: stores (bytes), response (answers), prefix (KV blocks)."""

@@ -1,0 +1,1 @@
+"""Answers remembered: canonical requests, entries, freshness, flights and curated answers."""

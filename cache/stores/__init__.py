@@ -1,0 +1,1 @@
+"""Bytes in, bytes out: memory, disk and Redis, each bounded, each behind a breaker."""

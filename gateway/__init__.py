@@ -1,0 +1,1 @@
+"""The HTTP front: admits, understands, recalls, joins, routes, relays and keeps."""

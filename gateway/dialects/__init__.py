@@ -1,0 +1,1 @@
+"""One file per API dialect: its requests, streams, usage and error forms."""

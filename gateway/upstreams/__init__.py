@@ -1,0 +1,1 @@
+"""Upstreams: whatever speaks a dialect over HTTP, and how the gateway reaches it."""

@@ -1,0 +1,1 @@
+"""Tests mirror the source folders; tests/field/ holds the field-report cases by number."""
