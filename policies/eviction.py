@@ -152,13 +152,14 @@ class Lru(_Bounded[K]):
 class S3Fifo(_Bounded[K]):
     """S3-FIFO: three FIFO queues (Yang et al., "FIFO queues are all you need for cache eviction", SOSP'23).
 
-    A newcomer waits in the small queue (10 % of the bytes). There it earns a place in the main queue by being hit, or
+    A newcomer waits in the small queue (10 % of the bytes). There it earns a place in the main queue by two hits, or
     leaves early and is remembered in the ghost queue (keys only, worth as many bytes as main); a newcomer that the
     ghost still remembers goes straight to main. Main evicts the oldest entry that is not hit again, each hit
     (3 counted at most) buying one more round. So a scan of things asked once passes through the small queue alone.
     """
 
     SMALL_SHARE = 0.1
+    PROMOTE_HITS = 2
     MAX_HITS = 3
 
     def __init__(self, capacity: int) -> None:
@@ -201,7 +202,7 @@ class S3Fifo(_Bounded[K]):
             key, hits = self._small.popitem(last=False)
             size = self._sizes[key]
             self._small_used -= size
-            if not hits:
+            if hits < self.PROMOTE_HITS:
                 self._remember(key, size)
                 return key
             self._main[key] = 0

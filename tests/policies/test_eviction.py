@@ -140,6 +140,7 @@ def test_a_scan_does_not_flush_what_is_popular(policy: EvictionPolicy[str]):
     for key in range(50):
         policy.insert(f"popular-{key}", 1)
         policy.touch(f"popular-{key}")
+        policy.touch(f"popular-{key}")
     for key in range(1000):
         policy.insert(f"scan-{key}", 1)
     assert sum(f"popular-{key}" in policy for key in range(50)) == 50
@@ -159,6 +160,7 @@ def test_s3fifo_lets_back_into_main_what_the_ghost_remembers():
     for key in range(9):
         policy.insert(f"main-{key}", 1)
         policy.touch(f"main-{key}")
+        policy.touch(f"main-{key}")
     for key in range(3):
         policy.insert(f"once-{key}", 1)
     assert "once-0" not in policy
@@ -175,6 +177,7 @@ def test_s3fifo_does_not_let_one_hit_ride_forever():
         policy.touch("faded")
     for key in range(100):  # a working set that moves on and is hit each time
         policy.insert(f"new-{key}", 1)
+        policy.touch(f"new-{key}")
         policy.touch(f"new-{key}")
     assert "faded" not in policy
 
