@@ -1,12 +1,12 @@
 """What a KV block *is*: pure identity, no payload, no I/O.
 
-A block holds the keys and values of `block_size` consecutive tokens, which depend on every token before them. So a block
-is named by a chain: `digest(block) = SHA-256(parent digest, token ids, extras)`, over tagged, length-prefixed fields, the
+A block holds the keys and values of `block_size` consecutive tokens, which depend on every token before them. So it is
+named by a chain: `digest(block) = SHA-256(parent digest, token ids, extras)`, over tagged, length-prefixed fields, the
 same in every process, on every machine and under every `PYTHONHASHSEED`. Which *space* the block lives in (weights,
 dtype, shape, …) is the `LayoutId`.
 
-A match is never believed on a hash alone: `Block.hash` finds (16 bytes here, 4 bits in the tests), equality of the whole
-`Block` confirms: its own token ids and extras, and the full SHA-256 of everything before it.
+A match is never believed on a hash alone: `Block.hash` finds (16 bytes here, 4 bits in the tests), equality of the
+whole `Block` confirms: its own token ids and extras, and the full SHA-256 of everything before it.
 
 SHA-256 rather than BLAKE2: with SHA-NI it is the quicker of the two in CPython (0.43 against 0.51 microseconds for a
 block of 32 tokens; 0.4 ms for a prompt of 4,096).
