@@ -1,0 +1,48 @@
+"""Keeping an answer: in memory at once, in the shared store behind the caller's back, never past its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cache.response.entry import Entry, encode
+from cache.stores.breaker import GuardedStore
+from cache.stores.memory import MemoryStore
+
+MAX_WRITES_IN_FLIGHT = 1024
+"""Writes to the shared store that may wait at once; beyond it an answer stays in memory only."""
+
+
+class Keeper:
+    """Writes entries. ``skipped`` counts shared writes given up because too many were waiting."""
+
+    def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None, max_entry: int) -> None:
+        self._memory = memory
+        self._shared = shared
+        self._max_entry = max_entry
+        self._writes: set[asyncio.Task[bool]] = set()
+        self.skipped = 0
+
+    def fits(self, message: bytes) -> bool:
+        """Whether a message is small enough to be kept."""
+        return len(message) <= self._max_entry
+
+    def keep(self, key: bytes, entry: Entry, now: float) -> None:
+        """Stores an entry until its ``kept_until``."""
+        ttl = entry.kept_until - now
+        if ttl <= 0:
+            return
+        if self._memory is not None:
+            self._memory.set(key, entry, entry.size, entry.kept_until)
+        if self._shared is None:
+            return
+        if len(self._writes) >= MAX_WRITES_IN_FLIGHT:
+            self.skipped += 1
+            return
+        write = asyncio.get_running_loop().create_task(self._shared.set(key, encode(entry), ttl))
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+
+    async def drain(self) -> None:
+        """Waits for the writes under way."""
+        while self._writes:
+            await asyncio.gather(*self._writes, return_exceptions=True)

@@ -1,0 +1,64 @@
+"""Has this been answered before? Memory first, then the shared store; believed only when the fingerprint agrees and nothing was purged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, NamedTuple
+
+from cache.response.canonical import Identity
+from cache.response.entry import BadEntry, Entry, decode
+from cache.response.tags import Generations
+from cache.stores.breaker import GuardedStore
+from cache.stores.memory import MemoryStore
+
+Tier = Literal["memory", "disk", "redis"]
+
+
+class Found(NamedTuple):
+    """An entry and the tier it came from."""
+
+    entry: Entry
+    tier: str
+
+
+class Recall:
+    """Looks entries up. ``bad_entries`` counts what was found but not believed, by reason."""
+
+    def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None, generations: Generations) -> None:
+        self._memory = memory
+        self._shared = shared
+        self._generations = generations
+        self.bad_entries: Counter[str] = Counter()
+
+    def in_memory(self, identity: Identity) -> Entry | None:
+        """The entry, if the memory tier holds it, whatever its age up to ``kept_until``."""
+        if self._memory is None:
+            return None
+        entry = self._memory.get(identity.key)
+        if entry is None or entry.fingerprint != identity.fingerprint:
+            return None
+        if not self._generations.alive(entry.generations):
+            self._memory.delete(identity.key)
+            return None
+        return entry
+
+    async def find(self, identity: Identity, now: float) -> Found | None:
+        """The entry from the nearest tier. What the shared store held moves up with the life it had left, never a longer one."""
+        entry = self.in_memory(identity)
+        if entry is not None:
+            return Found(entry, "memory")
+        if self._shared is None:
+            return None
+        data = await self._shared.get(identity.key)
+        if data is None:
+            return None
+        try:
+            entry = decode(data, identity.fingerprint)
+        except BadEntry as error:
+            self.bad_entries[str(error)] += 1
+            return None
+        if entry.kept_until <= now or not self._generations.alive(entry.generations):
+            return None
+        if self._memory is not None:
+            self._memory.set(identity.key, entry, entry.size, entry.kept_until)
+        return Found(entry, self._shared.name)

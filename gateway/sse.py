@@ -1,0 +1,77 @@
+"""Server-sent events, read by their grammar (WHATWG HTML, section 9.2.6) from bytes split anywhere, each with its raw bytes kept.
+
+Only whole events are decoded, so a character cut by a chunk border is never seen cut.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
+
+
+class EventTooLarge(ValueError):
+    """An event grew past the bound without ending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event: its bytes as they came, the event name (empty: unnamed), and its data, or None for a comment or a blank."""
+
+    raw: bytes
+    name: str
+    data: bytes | None
+
+
+class EventReader:
+    """Feed it bytes; it gives the events that are complete. ``max_event`` bounds what one unfinished event may hold, in bytes."""
+
+    def __init__(self, max_event: int = 16 * 1024 * 1024) -> None:
+        self._pending = bytearray()
+        self._scanned = 0
+        self._max_event = max_event
+
+    def feed(self, data: bytes) -> list[Event]:
+        """Adds bytes and returns the events that they complete; raises `EventTooLarge`."""
+        pending = self._pending
+        pending += data
+        events: list[Event] = []
+        start = 0
+        while match := _BLANK_LINE.search(pending, max(start, self._scanned)):
+            end = match.end()
+            if end == len(pending) and pending[end - 1] == 0x0D:
+                break  # the other half of a CRLF may still come
+            events.append(_event(bytes(pending[start:end])))
+            start = self._scanned = end
+        del pending[:start]
+        self._scanned = max(0, len(pending) - 3)
+        if len(pending) > self._max_event:
+            raise EventTooLarge(f"an event of over {self._max_event} bytes")
+        return events
+
+    def rest(self) -> bytes:
+        """What came after the last whole event. By the grammar an unfinished event is not an event."""
+        return bytes(self._pending)
+
+
+def frame(data: bytes, name: str = "") -> bytes:
+    """One event on the wire; ``data`` without line ends."""
+    return b"".join((b"event: ", name.encode(), b"\ndata: ", data, b"\n\n")) if name else b"data: " + data + b"\n\n"
+
+
+def _event(raw: bytes) -> Event:
+    name = ""
+    data: list[bytes] = []
+    for line in _LINE_END.split(raw.removeprefix(_BOM)):
+        if not line or line[0] == 0x3A:
+            continue
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            data.append(value)
+        elif field == b"event":
+            name = value.decode(errors="replace")
+    return Event(raw, name, b"\n".join(data) if data else None)
