@@ -1,0 +1,55 @@
+"""One typed configuration: `warmgate.yaml`, the environment over it, flags over both."""
+
+from gateway.config.explain import explain
+from gateway.config.load import ConfigError, load_config, secrets_of, unreadable_secrets
+from gateway.config.models import (
+    ENGINE_UPSTREAM,
+    Admin,
+    Cache,
+    CacheRule,
+    Config,
+    DiskCache,
+    EngineConfig,
+    Faq,
+    Limits,
+    Listen,
+    MemoryCache,
+    ModelAlias,
+    RedisCache,
+    Tenant,
+    TenantCache,
+    TenantKey,
+    TenantLimits,
+    Timeouts,
+    Upstream,
+)
+from gateway.config.secret import Secret, SecretError
+
+__all__ = [
+    "ENGINE_UPSTREAM",
+    "Admin",
+    "Cache",
+    "CacheRule",
+    "Config",
+    "ConfigError",
+    "DiskCache",
+    "EngineConfig",
+    "Faq",
+    "Limits",
+    "Listen",
+    "MemoryCache",
+    "ModelAlias",
+    "RedisCache",
+    "Secret",
+    "SecretError",
+    "Tenant",
+    "TenantCache",
+    "TenantKey",
+    "TenantLimits",
+    "Timeouts",
+    "Upstream",
+    "explain",
+    "load_config",
+    "secrets_of",
+    "unreadable_secrets",
+]
