@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 Media = tuple[int, bytes]
@@ -106,6 +106,7 @@ class Block:
         index: position in the chain; the block covers tokens `index * block_size` onward.
         tokens: the block's token ids, u32 LE.
         extra: the packed salt, adapter (first block) and media (blocks in which one begins); empty for most.
+        previous: the parent itself, for stores that name a block by all tokens before it.
     """
 
     hash: bytes
@@ -114,6 +115,16 @@ class Block:
     index: int
     tokens: bytes
     extra: bytes = b""
+    previous: Block | None = field(default=None, repr=False, compare=False)
+
+    def lineage(self) -> list[Block]:
+        """The chain from its first block to this one."""
+        blocks: list[Block] = []
+        block: Block | None = self
+        while block is not None:
+            blocks.append(block)
+            block = block.previous
+        return blocks[::-1]
 
 
 def extras(*, salt: bytes = b"", adapter: str | None = None, media: Sequence[Media] = ()) -> bytes:
@@ -158,7 +169,7 @@ def chain(
     if any(not 0 <= at < len(tokens) for at, _ in media):
         raise ValueError("a medium begins outside the prompt")
     blocks = list(known)
-    parent = blocks[-1].digest if blocks else None
+    previous = blocks[-1] if blocks else None
     begin, end = len(blocks) * block_size, len(tokens) // block_size * block_size
     packed = token_bytes(tokens[begin:end])
     for start in range(begin, end, block_size):
@@ -167,7 +178,8 @@ def chain(
             [(at - start, digest) for at, digest in sorted(media) if start <= at < start + block_size] if media else ()
         )
         extra = extras(salt=salt, adapter=adapter, media=here) if start == 0 else extras(media=here) if here else b""
+        parent = previous.digest if previous else None
         digest = chain_hash(parent, ids, extra)
-        blocks.append(Block(hash_function(digest), digest, parent, start // block_size, ids, extra))
-        parent = digest
+        previous = Block(hash_function(digest), digest, parent, start // block_size, ids, extra, previous)
+        blocks.append(previous)
     return blocks

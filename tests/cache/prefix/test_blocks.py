@@ -110,6 +110,7 @@ def test_a_prefix_shares_its_blocks_and_nothing_after_the_first_change(tokens, b
     for block, parent in zip(blocks, [None, *blocks], strict=False):
         assert block.parent == (parent and parent.digest)
         assert block.hash == block.digest[:16]
+        assert block.lineage() == blocks[: block.index + 1]
     if tokens:
         at = data.draw(st.integers(0, len(tokens) - 1))
         changed = chain([*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]], block_size)
