@@ -1,1 +1,4 @@
-"""Bytes in, bytes out: memory, disk and Redis, each bounded, each behind a breaker."""
+"""Where bytes are kept: in this process (memory), on this machine (disk), on many (redis), each bounded, none trusted.
+
+`base` says what a shared store does, `breaker` keeps a bad one from harming a request.
+"""
