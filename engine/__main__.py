@@ -1,0 +1,75 @@
+"""`python -m engine`: the command line of the engine process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import re
+import sys
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+
+
+def size(text: str) -> int:
+    """`256MiB`, `2GB`, `1048576` to bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 256MiB or 2GB")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every option, with the defaults of `EngineConfig`."""
+    default = EngineConfig()
+    top = argparse.ArgumentParser(
+        prog="python -m engine",
+        description="An OpenAI-compatible inference server for one Llama-family model, with paged, prefix-shared KV.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    top.add_argument("--model", default=default.model, help="a bundled model's name or a GGUF file")
+    top.add_argument("--served-model-name", default="", help="the name clients use (empty: from --model)")
+    top.add_argument("--host", default=default.host, help="address to listen on")
+    top.add_argument("--port", type=int, default=default.port, help="port to listen on")
+    top.add_argument("--device", default=default.device, help="auto, cpu, cuda or cuda:N")
+    top.add_argument("--dtype", default=default.dtype, help="auto (float32 on CPU), float32 or bfloat16")
+    top.add_argument("--block-size", type=int, default=default.block_size, help="tokens in one KV block")
+    top.add_argument("--prefill-chunk", type=int, default=default.prefill_chunk, help="tokens of one prefill pass")
+    top.add_argument("--kv-cache", dest="kv_bytes", type=size, default=0, help="KV pool, e.g. 1GiB (0: by free memory)")
+    top.add_argument("--max-context", type=int, default=0, help="longest prompt plus answer (0: the model's own)")
+    top.add_argument("--step-tokens", type=int, default=default.step_tokens, help="token budget of one step")
+    top.add_argument("--max-running", type=int, default=default.max_running, help="sequences that may run at once")
+    top.add_argument("--threads", type=int, default=0, help="threads of matrix products (0: all cores)")
+    top.add_argument("--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="never reuse a prefix")
+    top.add_argument(
+        "--batch-invariant", action="store_true", help="numbers independent of the batch's size; slower when few run"
+    )
+    top.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to say"
+    )
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the engine; returns the exit code: 0 after a signal, 2 when it could not be started."""
+    options = vars(parser().parse_args(argv))
+    logging.basicConfig(
+        level=options.pop("log_level").upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+    try:
+        config = EngineConfig(**{field.name: options[field.name] for field in dataclasses.fields(EngineConfig)})
+        from engine.server import run  # loads torch: only after the arguments are known to be good
+
+        run(config)
+    except ModelError as error:
+        print(f"engine: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What the engine can be told: one frozen record, made from the command line (`__main__.py`) or in tests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from engine.errors import ModelError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine process; sizes in bytes or tokens as named.
+
+    Attributes:
+        model: a bundled model's name or a path (see `model/weights.py`).
+        served_model_name: the name clients use; default: the `model` as given, without folder and suffix.
+        device: `auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N`.
+        dtype: `auto` (float32 on the CPU, bfloat16 on CUDA), `float32`, `bfloat16`.
+        block_size: tokens in one KV block.
+        prefill_chunk: tokens of one prefill pass, a multiple of `block_size`; prefix hits are cut to it.
+        kv_bytes: size of the KV pool; 0 takes a quarter of the free memory (at most 4 GiB on the CPU).
+        max_context: longest prompt plus answer; 0 takes the model's own.
+        step_tokens: token budget of one scheduling step.
+        max_running: sequences that may run at once.
+        threads: of matrix products; 0 takes all cores.
+        prefix_reuse: whether known prefixes are taken from the cache at all.
+        batch_invariant: whether numbers must not depend on how many sequences decode together; costs speed at few.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    served_model_name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 9001
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 32
+    prefill_chunk: int = 128
+    kv_bytes: int = 0
+    max_context: int = 0
+    step_tokens: int = 128
+    max_running: int = 16
+    threads: int = 0
+    prefix_reuse: bool = True
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.prefill_chunk < 1 or self.prefill_chunk % self.block_size:
+            raise ModelError(
+                f"the prefill chunk ({self.prefill_chunk}) must be a multiple of the block size ({self.block_size})"
+            )
+        if min(self.kv_bytes, self.max_context, self.threads) < 0 or min(self.step_tokens, self.max_running) < 1:
+            raise ModelError("sizes and counts must not be negative, and at least one token and sequence must fit")
+
+    @property
+    def name(self) -> str:
+        """What `/v1/models` calls the model."""
+        base = os.path.basename(self.model.rstrip("/"))  # noqa: PTH119 - a name, not a path that must exist
+        return self.served_model_name or base.removesuffix(".gguf")

@@ -1,0 +1,226 @@
+"""The engine without a thread or a server: model, pool, scheduler and sampling, advanced one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+import torch
+
+from cache.prefix.blocks import LayoutId, chain
+from engine.batch import Runner
+from engine.config import EngineConfig
+from engine.errors import ModelError, RequestError
+from engine.kv.manager import BlockEvents, BlockManager
+from engine.kv.pool import KVPool
+from engine.model.llama import Llama
+from engine.model.weights import ModelFiles
+from engine.output import Delta, Output
+from engine.sampling import Sampler, SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, State
+
+_LARGEST_CPU_POOL = 4 << 30
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One thing to generate, fully resolved: token ids in, at most `max_tokens` out."""
+
+    id: str
+    prompt: Tokens[int]
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stops: Tokens[str] = ()
+    salt: bytes = b""
+    priority: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass
+class Counters:
+    """Totals since start, read by the metrics."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+class EngineCore:
+    """Everything between token ids and deltas. One owner thread; never blocks but to compute."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        *,
+        events: BlockEvents | None = None,
+        progress: Callable[[int], None] = lambda layer: None,
+    ) -> None:
+        self.config, self.spec, self.tokenizer = config, files.spec, files.tokenizer
+        device = pick_device(config.device)
+        dtype = pick_dtype(config.dtype, device)
+        self.model = Llama(files.spec, files.tensor, device=device, dtype=dtype, progress=progress)
+        size = KVPool.block_bytes(files.spec, config.block_size, dtype)
+        self.pool = KVPool(
+            files.spec,
+            _pool_blocks(config, size, device, files.spec.context),
+            config.block_size,
+            device=device,
+            dtype=dtype,
+        )
+        self.manager = BlockManager(self.pool.blocks, events)
+        self.scheduler = Scheduler(
+            self.manager,
+            block_size=config.block_size,
+            chunk=config.prefill_chunk,
+            step_tokens=config.step_tokens,
+            max_running=config.max_running,
+            reuse=config.prefix_reuse,
+        )
+        self.runner = Runner(self.model, self.pool, batch_invariant=config.batch_invariant)
+        self.layout = LayoutId(
+            weights=files.digest,
+            dtype=str(dtype).removeprefix("torch."),
+            layers=files.spec.layers,
+            kv_heads=files.spec.kv_heads,
+            head_size=files.spec.head_dim,
+            block_size=config.block_size,
+            rope=files.spec.rope(),
+            numerics=f"chunk={config.prefill_chunk}",
+        )
+        self.context = min(
+            config.max_context or files.spec.context, files.spec.context, self.pool.blocks * config.block_size
+        )
+        self.counters = Counters()
+        self._sequences: dict[str, Sequence] = {}
+
+    def check(self, prompt_length: int, max_tokens: int | None) -> int:
+        """The token limit of an answer to such a prompt. Raises `RequestError` if the context cannot hold both."""
+        wanted = prompt_length + (max_tokens or 1)
+        if prompt_length == 0:
+            raise RequestError("the prompt is empty", param="prompt")
+        if wanted > self.context:
+            asked = f" and {max_tokens} of answer" if max_tokens is not None else ""
+            raise RequestError(
+                f"this model's context is {self.context} tokens, but the request has {prompt_length} of prompt{asked}",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return max_tokens or self.context - prompt_length
+
+    def add(self, job: Generation) -> Sequence:
+        """Queues a generation whose length `check` has accepted; the sequence is for looking at."""
+        sequence = Sequence(
+            id=job.id,
+            prompt_length=len(job.prompt),
+            tokens=list(job.prompt),
+            sampler=Sampler(job.sampling, list(job.prompt)),
+            output=Output(self.tokenizer, job.stops, ignore_eos=job.ignore_eos),
+            chain=chain(job.prompt, self.config.block_size, salt=job.salt) if self.config.prefix_reuse else [],
+            max_tokens=job.max_tokens,
+            priority=job.priority,
+        )
+        self._sequences[job.id] = sequence
+        self.scheduler.add(sequence)
+        self.counters.prompt_tokens += sequence.prompt_length
+        return sequence
+
+    def cancel(self, job_id: str, reason: str = "abort") -> None:
+        """Drops a generation at whatever point it is; unknown or finished ones are ignored."""
+        sequence = self._sequences.pop(job_id, None)
+        if sequence is not None:
+            self.scheduler.cancel(sequence)
+            self._count_finish(reason)
+
+    def jobs(self) -> list[str]:
+        """Ids of all unfinished generations."""
+        return list(self._sequences)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[tuple[str, Delta]]:
+        """Advances every sequence that can be advanced, and returns what was generated, as (job id, delta)."""
+        step = self.scheduler.schedule()
+        if not step:
+            return []
+        results = self.runner.run(step)
+        self.scheduler.commit(step)
+        self.counters.computed_tokens += sum(end - start for _, start, end in step.prefills)
+        return [(sequence.id, self._take(sequence, logits)) for sequence, logits in results]
+
+    def _take(self, sequence: Sequence, logits: torch.Tensor) -> Delta:
+        token = sequence.sampler.choose(logits)
+        report = sequence.sampler.report(logits, token)
+        sequence.tokens.append(token)
+        if sequence.output_length == 1:
+            self.counters.cached_tokens += sequence.cached
+        self.counters.generated_tokens += 1
+        delta = sequence.output.push(token, report, last=sequence.output_length >= sequence.max_tokens)
+        delta.tokens, delta.cached_tokens = sequence.output_length, sequence.cached
+        if delta.finish_reason:
+            self.scheduler.cancel(sequence)
+            del self._sequences[sequence.id]
+            self._count_finish(delta.finish_reason)
+        return delta
+
+    def _count_finish(self, reason: str) -> None:
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` if any block is lost, held twice or wrongly counted."""
+        self.manager.check_integrity(s.blocks for s in self._sequences.values() if s.state is State.RUNNING)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that exists. Raises `ModelError` otherwise."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`, `float32` or `bfloat16` to a dtype. Raises `ModelError` for anything else."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise ModelError(f"dtype {name!r} is unknown; use auto, float32 or bfloat16")
+    return known[name]
+
+
+def _pool_blocks(config: EngineConfig, block_bytes: int, device: torch.device, context: int) -> int:
+    if config.kv_bytes:
+        wanted = config.kv_bytes
+    elif device.type == "cuda":
+        wanted = torch.cuda.mem_get_info(device)[0] // 4 * 3
+    else:
+        wanted = min(_free_memory() // 4, _LARGEST_CPU_POOL)
+    blocks = wanted // block_bytes
+    if blocks * config.block_size < config.prefill_chunk:
+        raise ModelError(
+            f"a KV cache of {wanted} bytes is too small: {block_bytes} bytes hold {config.block_size} tokens"
+        )
+    return blocks
+
+
+def _free_memory() -> int:
+    """Bytes that can be had without swapping (Linux), or a careful guess."""
+    try:
+        with open("/proc/meminfo") as lines:  # noqa: PTH123
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 2 << 30

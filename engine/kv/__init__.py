@@ -1,0 +1,1 @@
+"""Paged key/value memory: the tensors (`pool`) and who holds which block (`manager`)."""

@@ -1,0 +1,93 @@
+"""The memory of the paged KV cache: per layer one tensor of keys and one of values, cut into blocks of equal size.
+
+Block `b` holds slots `b * block_size` … of every layer. Layer-first, so that a run of neighbouring blocks is read
+without a copy; whole blocks leave and enter page-first (`export`, `load`), as the lower tiers keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.model.spec import ModelSpec
+
+
+class KVPool:
+    """`blocks` blocks of `block_size` tokens for every layer, on one device, allocated once."""
+
+    def __init__(
+        self, spec: ModelSpec, blocks: int, block_size: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.blocks, self.block_size, self.device, self.dtype = blocks, block_size, device, dtype
+        self.group = spec.heads // spec.kv_heads
+        self._inner = (spec.kv_heads, spec.head_dim)
+        self._kv = torch.empty((spec.layers, 2, blocks * block_size, *self._inner), device=device, dtype=dtype)
+
+    @staticmethod
+    def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers."""
+        return spec.layers * 2 * block_size * spec.kv_heads * spec.head_dim * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores one row per slot. slots: int64 [rows]; keys, values: [rows, kv_heads, head_dim]."""
+        self._kv[layer, 0].index_copy_(0, slots, keys)
+        self._kv[layer, 1].index_copy_(0, slots, values)
+
+    def read(self, layer: int, table: BlockTable) -> tuple[Tensor, Tensor]:
+        """Keys and values of a table's tokens in order, each [length, kv_heads, head_dim]; a view where possible."""
+        keys, values = self._kv[layer, 0], self._kv[layer, 1]
+        if table.first_slot is not None:
+            span = slice(table.first_slot, table.first_slot + table.length)
+            return keys[span], values[span]
+        return self._gather(keys, table), self._gather(values, table)
+
+    def _gather(self, source: Tensor, table: BlockTable) -> Tensor:
+        pages = source.view(self.blocks, -1).index_select(0, table.index)
+        return pages.view(-1, *self._inner)[: table.length]
+
+    def table(self, blocks: Sequence[int], length: int) -> BlockTable:
+        """Prepares reading the first `length` tokens held by `blocks`."""
+        used = blocks[: -(-length // self.block_size)]
+        first = used[0]
+        contiguous = all(block == first + i for i, block in enumerate(used))
+        index = torch.tensor(used, dtype=torch.int64, device=self.device)
+        return BlockTable(index, length, first * self.block_size if contiguous else None)
+
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
+        """The slots of token positions start … end - 1 of a sequence, int64."""
+        size = self.block_size
+        flat = [blocks[position // size] * size + position % size for position in range(start, end)]
+        return torch.tensor(flat, dtype=torch.int64, device=self.device)
+
+    def export(self, blocks: Sequence[int]) -> Tensor:
+        """Copies whole blocks out, page-first: [n, layers, 2, block_size, kv_heads, head_dim]."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        paged = self._paged()
+        out = torch.empty((len(blocks), len(paged), 2, *paged.shape[3:]), device=self.device, dtype=self.dtype)
+        for layer in range(len(paged)):
+            for part in range(2):
+                out[:, layer, part] = paged[layer, part].index_select(0, index)
+        return out
+
+    def load(self, blocks: Sequence[int], payload: Tensor) -> None:
+        """Copies whole blocks in; the inverse of `export`."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        paged = self._paged()
+        for layer in range(len(paged)):
+            for part in range(2):  # one long index_copy_ over all layers is ten times slower
+                paged[layer, part].index_copy_(0, index, payload[:, layer, part])
+
+    def _paged(self) -> Tensor:
+        layers = self._kv.shape[0]
+        return self._kv.view(layers, 2, self.blocks, self.block_size, *self._inner)
+
+
+class BlockTable:
+    """Where one sequence's tokens lie: block ids, how many tokens, and the first slot if they form a single run."""
+
+    __slots__ = ("first_slot", "index", "length")
+
+    def __init__(self, index: Tensor, length: int, first_slot: int | None) -> None:
+        self.index, self.length, self.first_slot = index, length, first_slot

@@ -1,0 +1,56 @@
+"""One generation in progress: its tokens, its blocks, how far its keys and values are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from cache.prefix.blocks import Block
+from engine.output import Output
+from engine.sampling import Sampler
+
+
+class State(Enum):
+    """Where a sequence stands. Only RUNNING ones own blocks."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` is prompt, then output. KV exists for the first `computed` tokens, in `blocks`.
+
+    `chain` names the prompt's full blocks. Only prompt blocks from whole prefill chunks are ever shared: they are
+    bitwise what any other run computes, while decoded tokens' KV depends on the batch they were decoded in. After a
+    preemption, output tokens are replayed through decode, so the result does not depend on having been preempted.
+    """
+
+    id: str
+    prompt_length: int
+    tokens: list[int]
+    sampler: Sampler
+    output: Output
+    chain: list[Block]
+    max_tokens: int
+    priority: int = 0
+    arrival: int = 0
+    state: State = State.WAITING
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    cached: int = 0
+    preemptions: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The order of service: lower is sooner."""
+        return self.priority, self.arrival
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prompt_length
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length

@@ -1,0 +1,301 @@
+"""The engine's HTTP server: OpenAI's chat and text completions, plain and as SSE, plus health and metrics.
+
+The port is bound before the model is loaded, so that `/health` can say 503 meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from engine import metrics
+from engine.api import ChatRequest, CommonRequest, CompletionRequest, parse
+from engine.config import EngineConfig
+from engine.core import Generation
+from engine.errors import ModelError, RequestError
+from engine.output import Delta
+from engine.responses import Answer, ChatAnswer, CompletionAnswer, error_body
+from engine.worker import Worker
+
+log = logging.getLogger("engine")
+
+MAX_BODY = 32 << 20
+
+
+class EngineApp:
+    """The routes over one `Worker`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.asgi = FastAPI(title="Warmgate engine", docs_url=None, redoc_url=None, openapi_url=None)
+        routes = (
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics),
+        )
+        for method, path, handler in routes:
+            self.asgi.add_api_route(path, handler, methods=[method], response_class=Response, response_model=None)
+        self.asgi.add_exception_handler(RequestError, _on_request_error)
+        self.asgi.add_exception_handler(HTTPException, _on_http_error)
+        self.asgi.add_exception_handler(Exception, _on_failure)
+
+    async def chat(self, request: Request) -> Response:
+        body = parse(ChatRequest, await self._body(request))
+        self._check_model(body.model)
+        body.refuse_unsupported()
+        messages = [message.plain(i) for i, message in enumerate(body.messages)]
+        prompt = self._worker.template.render(messages, body.tools)
+        ids = self._worker.core.tokenizer.encode(prompt)
+        return await self._answer(request, body, [ids], ChatAnswer)
+
+    async def completions(self, request: Request) -> Response:
+        body = parse(CompletionRequest, await self._body(request))
+        self._check_model(body.model)
+        body.refuse_unsupported()
+        return await self._answer(request, body, self._prompts(body), CompletionAnswer)
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return _json(self._card())
+
+    async def health(self) -> Response:
+        return _json({"status": "ok"}) if self._worker.ready else _json({"status": "loading"}, 503)
+
+    async def metrics(self) -> Response:
+        self._check_ready()
+        text = metrics.render(self._worker.core, self._worker.config.name)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def reset_prefix_cache(self) -> Response:
+        self._check_ready()
+        await self._worker.ask(self._worker.core.manager.reset)
+        return _json({"status": "ok"})
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": self._worker.config.name, "object": "model", "created": 0, "owned_by": "warmgate"}
+        return card | ({"max_model_len": self._worker.core.context} if self._worker.ready else {})
+
+    async def _body(self, request: Request) -> bytes:
+        self._check_ready()
+        pieces, size = [], 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_BODY:
+                raise RequestError(f"the request body is larger than {MAX_BODY} bytes", status=413)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _check_ready(self) -> None:
+        if not self._worker.ready:
+            raise RequestError("the model is still loading", status=503, code="loading")
+
+    def _check_model(self, name: str) -> None:
+        if name != self._worker.config.name:
+            raise RequestError(
+                f"the model {name!r} does not exist here; this engine serves {self._worker.config.name!r}",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+        encode, vocab = self._worker.core.tokenizer.encode, self._worker.core.spec.vocab
+        given: Any = body.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        prompts = [encode(item) if isinstance(item, str) else list(item) for item in given]
+        if not prompts:
+            raise RequestError("the prompt is empty", param="prompt")
+        if any(not 0 <= token < vocab for prompt in prompts for token in prompt):
+            raise RequestError(f"the prompt has token ids outside 0 … {vocab - 1}", param="prompt")
+        return prompts
+
+    async def _answer(
+        self, request: Request, body: CommonRequest, prompts: list[list[int]], kind: type[Answer]
+    ) -> Response:
+        core, choices = self._worker.core, len(prompts) * body.choices
+        answer = kind(self._worker.config.name, core.tokenizer, choices, sum(map(len, prompts)))
+        answer.reports = body.top() is not None
+        jobs: list[Generation] = []
+        for index in range(choices):
+            prompt = prompts[index // body.choices]
+            jobs.append(
+                Generation(
+                    id=f"{answer.id}-{index}",
+                    prompt=prompt,
+                    max_tokens=core.check(len(prompt), body.limit()),
+                    sampling=body.sampling(index % body.choices, core.spec.vocab),
+                    stops=body.stops,
+                    salt=body.salt,
+                    priority=body.priority,
+                    ignore_eos=body.ignore_eos,
+                )
+            )
+        pieces = self._run(jobs)
+        if body.stream:
+            return StreamingResponse(self._events(body, answer, pieces), media_type="text/event-stream")
+        async with _closing_on_disconnect(request, pieces):
+            async for index, delta in pieces:
+                answer.take(index, delta)
+        return _json(answer.whole())
+
+    async def _run(self, jobs: list[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """The deltas of all jobs as they come, (choice, delta); cancels what is left when it is closed."""
+        if len(jobs) == 1:
+            async with contextlib.aclosing(self._worker.generate(jobs[0])) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        merged: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async with contextlib.aclosing(self._worker.generate(jobs[index])) as deltas:
+                    async for delta in deltas:
+                        merged.put_nowait((index, delta))
+                merged.put_nowait(None)
+            except RequestError as error:
+                merged.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(jobs))]
+        try:
+            left = len(jobs)
+            while left:
+                item = await merged.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _events(
+        self, body: CommonRequest, answer: Answer, pieces: AsyncGenerator[tuple[int, Delta], None]
+    ) -> AsyncIterator[bytes]:
+        opened: set[int] = set()
+        async with contextlib.aclosing(pieces):
+            try:
+                async for index, delta in pieces:
+                    answer.take(index, delta)
+                    if index not in opened:
+                        opened.add(index)
+                        if (opening := answer.opening(index)) is not None:
+                            yield _event(opening)
+                    if delta.text or delta.logprobs or delta.finish_reason:
+                        yield _event(answer.event(index, delta))
+            except RequestError as error:
+                yield _event(error_body(error))
+                return
+        if body.wants_usage:
+            yield _event(answer.usage_event())
+        yield b"data: [DONE]\n\n"
+
+
+@contextlib.asynccontextmanager
+async def _closing_on_disconnect(
+    request: Request, pieces: AsyncGenerator[tuple[int, Delta], None]
+) -> AsyncIterator[None]:
+    """Ends the work inside when the client of a plain request leaves: nobody would read the answer."""
+    task = asyncio.current_task()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        if task is not None:
+            task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        async with contextlib.aclosing(pieces):
+            yield
+    except asyncio.CancelledError:
+        if not watcher.done():
+            raise
+        raise RequestError("the client closed the connection", status=499) from None
+    finally:
+        watcher.cancel()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    response = _json(error_body(error), error.status)
+    if error.status == 503:
+        response.headers["retry-after"] = "2"
+    return response
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json(error_body(RequestError(str(error.detail), status=error.status_code)), error.status_code)
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    return _json(error_body(RequestError("the engine failed on this request", status=500)), 500)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises `ModelError` when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ModelError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
+    return listener
+
+
+def run(config: EngineConfig) -> None:
+    """Serves until SIGTERM or SIGINT. Raises `ModelError` if the address or the model cannot be had."""
+    listener = bind(config.host, config.port)
+    worker = Worker(config)
+    app = EngineApp(worker).asgi
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=10)
+    )
+
+    async def serve() -> None:
+        host, port = listener.getsockname()[:2]
+
+        def fail() -> None:
+            server.should_exit = True
+
+        worker.start(on_ready=lambda: log.info("serving %r on http://%s:%d", config.name, host, port), on_failure=fail)
+        await server.serve(sockets=[listener])
+
+    try:
+        asyncio.run(serve())
+    finally:
+        worker.stop()
+    if worker.failure is not None:
+        raise ModelError(worker.failure)
