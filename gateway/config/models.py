@@ -224,7 +224,7 @@ class EngineConfig(Section):
 
     model: Annotated[Text, BeforeValidator(_engine_model)] = "smollm2-135m-instruct"
     device: Device = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     block_size: Count = 32
     kv_cache: KvCache = KvCache()
     speculate: Switch = "auto"

@@ -1,0 +1,191 @@
+"""The command `warmgate`: serve, engine, check, purge, version. Errors are one sentence each, and exit code 2."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cache.response.faq import FaqError, load_faq
+from gateway.config import Config, ConfigError, load_config, unreadable_secrets
+from gateway.config.units import parse_time
+from gateway.supervisor import StartError, Supervisor, engine_command, say
+from gateway.supervisor.greeting import overview
+
+DEFAULT_FILE = Path("warmgate.yaml")
+
+app = typer.Typer(
+    help="Warmgate: a prefix and response caching gateway for LLMs. Nothing is computed twice.",
+    epilog="Settings come from warmgate.yaml, WARMGATE_SECTION__KEY variables over it, and flags over both.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="Configuration file (default: ./warmgate.yaml where there is one)."),
+]
+
+
+class Problem(Exception):
+    """Something the user must change: one sentence."""
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (0: any free one).")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of gateway processes.")] = None,
+    no_engine: Annotated[bool, typer.Option("--no-engine", help="Do not start the embedded engine.")] = False,
+) -> None:
+    """Run the gateway, and the embedded engine where it is configured.
+
+    SIGTERM or Ctrl-C finishes the open requests and ends; SIGHUP reads the configuration again.
+    """
+    flags = {
+        "listen": {"host": host, "port": port, "workers": workers},
+        "engine": "off" if no_engine else None,
+    }
+
+    def read() -> Config:
+        found = _read(config, flags)
+        if faults := [*unreadable_secrets(found), *_faq_faults(found)]:
+            raise ConfigError(faults)
+        return found
+
+    async def run() -> None:
+        await Supervisor(read(), read).run()
+
+    asyncio.run(run())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def engine(context: typer.Context) -> None:
+    """Run the embedded engine alone; every argument is the engine's own (see `warmgate engine --help`)."""
+    command, environment = engine_command()
+    os.execve(command[0], [*command, *context.args], environment)
+
+
+@app.command()
+def check(config: ConfigOption = None) -> None:
+    """Say what the configuration would run, and everything that is wrong with it, without running anything."""
+    found = _read(config, {})
+    typer.echo(overview(found))
+    if faults := [*unreadable_secrets(found), *_faq_faults(found)]:
+        raise ConfigError(faults)
+    typer.echo("The configuration is good.")
+
+
+@app.command()
+def purge(
+    key: Annotated[str | None, typer.Option(help="Forget one answer, by its key.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Forget every answer with this tag.")] = None,
+    model: Annotated[str | None, typer.Option(help="Forget every answer of this model.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Forget every answer of this tenant.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Forget every answer in this namespace.")] = None,
+    before: Annotated[str | None, typer.Option(help="Forget what is older: 1h, 7d, or 2026-11-01T12:00.")] = None,
+    soft: Annotated[bool, typer.Option("--soft", help="Mark as stale instead of forgetting.")] = False,
+    url: Annotated[str, typer.Option(help="The running gateway.")] = "http://127.0.0.1:8080",
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="WARMGATE_ADMIN_KEY", help="Admin key, where the gateway asks for one.")
+    ] = None,
+) -> None:
+    """Make a running gateway forget answers: by key, tag, model, tenant, namespace or age."""
+    named = {"key": key, "tag": tag, "model": model, "tenant": tenant, "namespace": namespace}
+    chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if before is not None:
+        chosen["before"] = _moment(before)
+    if len(chosen) != 1:
+        raise Problem("say what to forget with exactly one of --key, --tag, --model, --tenant, --namespace or --before")
+    answer = _post(url.rstrip("/") + "/admin/purge", {**chosen, "soft": soft}, admin_key)
+    typer.echo(json.dumps(answer))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    try:
+        typer.echo(f"warmgate {metadata.version('warmgate')}")
+    except metadata.PackageNotFoundError:
+        typer.echo("warmgate (not installed)")
+
+
+def main() -> None:
+    """The command line; whatever goes wrong becomes a sentence a fault, and exit code 2."""
+    try:
+        app(prog_name="warmgate")
+    except ConfigError as error:
+        sentences = error.messages
+    except StartError as error:
+        sentences = [] if error.told else [str(error)]
+    except Problem as error:
+        sentences = [str(error)]
+    for sentence in sentences:
+        say(sentence)
+    sys.exit(2)
+
+
+def _read(path: Path | None, flags: dict[str, Any]) -> Config:
+    if path is None and DEFAULT_FILE.is_file():
+        path = DEFAULT_FILE
+    return load_config(path, os.environ, flags)
+
+
+def _faq_faults(config: Config) -> list[str]:
+    """What is wrong with the curated answers, one sentence each."""
+    if config.faq.path is None:
+        return []
+    try:
+        return [f"faq.path: {collision}" for collision in load_faq(config.faq.path).collisions()]
+    except FaqError as error:
+        return [f"faq.path: {problem}" for problem in error.problems]
+
+
+def _moment(text: str) -> float:
+    """Unix seconds: an age counts back from now."""
+    try:
+        return time.time() - parse_time(text)
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise Problem(f"--before must be an age such as 1h or a date such as 2026-11-01T12:00, not '{text}'") from None
+
+
+def _post(url: str, body: dict[str, Any], key: str | None) -> Any:
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+        with opener.open(request, timeout=30) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise Problem(f"the gateway refused: {_reason(error)}") from None
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise Problem(f"no gateway answers at {url}: {getattr(error, 'reason', error)}") from None
+    except ValueError:
+        raise Problem(f"{url} is not the address of a gateway") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"
+
+
+if __name__ == "__main__":
+    main()

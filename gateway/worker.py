@@ -1,0 +1,78 @@
+"""One gateway worker: a uvicorn server on a socket it inherits, run by the supervisor.
+
+`python -m gateway.worker FD GRACE`: FD is a listening socket, GRACE the seconds that open requests have at the end. The
+configuration comes as one JSON line on standard input; each further line is a new one to take over while serving. The
+end of standard input means that the supervisor is gone: the worker drains and ends.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+
+import uvicorn
+import uvloop
+
+from gateway.app import Gateway, create_app
+from gateway.config import Config
+
+KEEP_ALIVE_SECONDS = 75
+LINE_LIMIT = 64 << 20  # a configuration with very many tenants is still one line
+
+log = logging.getLogger("warmgate.worker")
+
+
+def main(fd: int, grace: float) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with socket.socket(fileno=fd) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(listener, grace))
+
+
+async def serve(listener: socket.socket, grace: float) -> None:
+    """Until SIGTERM, or until the supervisor is gone."""
+    configs = await _standard_input()
+    line = await configs.readline()
+    if not line:
+        return
+    app = create_app(Config.model_validate_json(line))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(grace),
+        )
+    )
+    following = asyncio.create_task(_follow(configs, app, server))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        following.cancel()
+
+
+async def _follow(configs: asyncio.StreamReader, app: Gateway, server: uvicorn.Server) -> None:
+    """Hands each new configuration to the app."""
+    while line := await configs.readline():
+        try:
+            app.runtime.apply(Config.model_validate_json(line))
+        except Exception:
+            log.exception("the new configuration could not be taken over; the old one stays")
+    server.should_exit = True
+
+
+async def _standard_input() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=LINE_LIMIT)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))
