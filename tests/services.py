@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 
 def free_port() -> int:
@@ -88,7 +89,7 @@ class RedisServer:
                 with self.client() as client:
                     client.ping()
                 return
-            except redis.exceptions.ConnectionError:
+            except RedisConnectionError:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     pytest.fail(f"redis-server did not start: {log.read_text()[-500:]}", pytrace=False)
                 time.sleep(0.02)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 LOG_EVERY = 10.0  # seconds between two log lines of one error class
 # Answers of a store that is alive and quick: skipping it would gain nothing and lose the hits it still serves.
-HARMLESS = frozenset({"full", "readonly", "data"})
+HARMLESS = frozenset({"full", "readonly", "data", "ValueError"})
 
 
 class Breaker:
@@ -152,9 +152,7 @@ class GuardedStore:
             self.counters[op]["skipped"] += 1
             return None
         try:
-            call = start()
-            if not asyncio.isfuture(call):
-                call = asyncio.shield(call)  # a plain future that the deadline can fail; the coroutine runs out alone
+            call = _as_future(start())
         except Exception as error:
             call = asyncio.get_running_loop().create_future()
             call.set_exception(error)
@@ -204,6 +202,29 @@ class GuardedStore:
         self._logged[kind] = (now, 0)
         more = f" ({held_back} more since the last such line)" if held_back else ""
         log.warning("%s store, %s: %s: %s; circuit %s%s", self.name, op, kind, error, self.breaker.state, more)
+
+
+def _as_future(call: Awaitable[T]) -> Future[T]:
+    """A plain future, which a deadline can fail; a coroutine behind it is cancelled when that happens."""
+    if asyncio.isfuture(call) and not isinstance(call, asyncio.Task):
+        return call
+    task = asyncio.ensure_future(call)
+    future: Future[T] = task.get_loop().create_future()
+
+    def pass_on(task: Future[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if future.done():
+            return
+        if task.cancelled():
+            future.cancel()
+        elif error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
+
+    task.add_done_callback(pass_on)
+    future.add_done_callback(lambda _: task.cancel())
+    return future
 
 
 def _succeeded(call: Future[Any] | None) -> bool:

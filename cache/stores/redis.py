@@ -6,16 +6,17 @@ import asyncio
 import logging
 import time
 from asyncio import Future
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from cache.stores.base import GENERATIONS_KEPT, StoreError, check_key, check_scope, check_ttl
 from cache.stores.resp import Client, Connection, Reply, pack
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT = 5.0  # seconds between two proofs that the watching connection lives
+HEARTBEAT = 1.0  # seconds between two looks whether a bump was missed or lost
 
-# The field that no scope can have holds the greatest generation given out, so that each is greater than all before it.
+# All in one hash, generations by scope. The field '', which no scope can have, holds the greatest given out, so that
+# each is greater than all before it.
 _BUMP = """
 local latest = tonumber(redis.call('HGET', KEYS[1], '') or '0')
 local generation = string.format('%d', math.max(latest + 1, tonumber(ARGV[2])))
@@ -23,6 +24,19 @@ redis.call('HSET', KEYS[1], '', generation, ARGV[1], generation)
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PUBLISH', KEYS[1], generation .. ' ' .. ARGV[1])
 return generation
+"""
+# Raises scopes to the generations a process remembers, and drops those too old to matter.
+_MEND = """
+for i = 3, #ARGV, 2 do
+  local current = tonumber(redis.call('HGET', KEYS[1], ARGV[i]) or '0')
+  local generation = math.max(current, tonumber(ARGV[i + 1]))
+  if generation < tonumber(ARGV[2]) then
+    redis.call('HDEL', KEYS[1], ARGV[i])
+  elseif generation > current then
+    redis.call('HSET', KEYS[1], ARGV[i], string.format('%d', generation))
+  end
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
 """
 
 
@@ -61,61 +75,93 @@ class RedisStore:
             b"EVAL", _BUMP, 1, self._generations, check_scope(scope), now, GENERATIONS_KEPT, parse=int
         )
 
-    def generations(self) -> Awaitable[dict[str, int]]:
-        return self.client.execute(b"HGETALL", self._generations, parse=self._parse_generations)
+    def generations(self) -> Future[dict[str, int]]:
+        return self.client.execute(b"HGETALL", self._generations, parse=self._young)
 
-    def _parse_generations(self, reply: Reply) -> dict[str, int]:
-        pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-        oldest = self._clock() * 1000 - GENERATIONS_KEPT
-        return {scope.decode(): int(value) for scope, value in pairs if scope and int(value) >= oldest}
+    def _young(self, reply: Reply) -> dict[str, int]:
+        oldest = self._oldest()
+        return {scope: value for scope, value in _parse_hash(reply).items() if scope and value >= oldest}
+
+    def _oldest(self) -> int:
+        return int(self._clock() * 1000) - GENERATIONS_KEPT
 
     async def watch(self, on_bump: Callable[[str, int], None]) -> None:
-        seen: dict[str, int] = {}
+        known: dict[str, int] = {}
 
         def tell(scope: str, generation: int) -> None:
-            if generation > seen.get(scope, 0):
-                seen[scope] = generation
+            if generation > known.get(scope, 0):
+                known[scope] = generation
                 on_bump(scope, generation)
 
         while True:
             try:
-                await self._watch_once(tell)
+                await self._listen(tell, known)
             except StoreError as error:
                 log.info("not hearing of purges from Redis at %s: %s", self.client.address, error)
             await asyncio.sleep(0.2)
 
-    async def _watch_once(self, tell: Callable[[str, int], None]) -> None:
-        loop = asyncio.get_running_loop()
-        subscribed: Future[None] = loop.create_future()
-        heard = loop.time()
+    async def _listen(self, tell: Callable[[str, int], None], known: dict[str, int]) -> None:
+        """Tell of bumps from one connection until it is lost. A bump that comes by no message is found by reading."""
+        subscribed = asyncio.Event()
 
         def on_push(reply: Reply) -> None:
-            nonlocal heard
-            heard = loop.time()
-            if not isinstance(reply, list) or not reply:
-                return
-            if reply[0] == b"subscribe" and not subscribed.done():
-                subscribed.set_result(None)
-            elif reply[0] == b"message":
-                generation, _, scope = reply[2].partition(b" ")
-                tell(scope.decode(), int(generation))
+            bump = _parse_message(reply)
+            if bump is not None:
+                tell(*bump)
+            elif isinstance(reply, list) and reply[:1] == [b"subscribe"]:
+                subscribed.set()
 
         connection = await Connection.connect(self.client.address, self.client.connect_timeout, on_push)
         try:
             connection.write(pack((b"SUBSCRIBE", self._generations)))
-            await asyncio.wait([subscribed, connection.closed], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-            if not subscribed.done():
-                raise StoreError("timeout", "no answer to SUBSCRIBE")
-            for scope, generation in (await self.generations()).items():
-                tell(scope, generation)
-            while loop.time() - heard < 2 * HEARTBEAT:
-                connection.write(pack((b"PING",)))
+            async with asyncio.timeout(self.client.connect_timeout):
+                await subscribed.wait()  # what is bumped before is read below, what comes after is told
+            await self._reconcile(tell, known, read_all=True)
+            while not connection.closed.done():
                 await asyncio.wait([connection.closed], timeout=HEARTBEAT)
-                if connection.closed.done():
-                    raise connection.closed.result()
-            raise StoreError("timeout", f"no byte in {2 * HEARTBEAT:g} s")
+                await self._reconcile(tell, known)
+                connection.write(pack((b"PING",)))
+                connection.stalled()  # unless a byte comes
+            raise connection.closed.result()
+        except TimeoutError:
+            raise StoreError("timeout", "no answer to SUBSCRIBE") from None
         finally:
             connection.abort("watching ended")
+
+    async def _reconcile(self, tell: Callable[[str, int], None], known: dict[str, int], read_all: bool = False) -> None:
+        """Learn what was missed; put back what Redis forgot (flushed, evicted, failed over), drop what is too old."""
+        newest = max(known.values(), default=0)
+        latest = await self.client.execute(b"HGET", self._generations, b"", parse=lambda reply: int(reply or 0))
+        if latest == newest and not read_all:
+            return
+        found = await self.client.execute(b"HGETALL", self._generations, parse=_parse_hash)
+        for scope, generation in found.items():
+            if scope and generation >= self._oldest():
+                tell(scope, generation)
+        mend = {scope: value for scope, value in found.items() if value < self._oldest()}
+        mend |= {scope: value for scope, value in known.items() if value > found.get(scope, 0)}
+        if newest > found.get("", 0):
+            mend[""] = newest
+        pairs = list(mend.items())
+        for start in range(0, len(pairs), 1000):
+            arguments = [part for pair in pairs[start : start + 1000] for part in pair]
+            await self.client.execute(
+                b"EVAL", _MEND, 1, self._generations, GENERATIONS_KEPT, self._oldest(), *arguments
+            )
+
+
+def _parse_hash(reply: Reply) -> dict[str, int]:
+    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    return {scope.decode(): int(value) for scope, value in pairs}
+
+
+def _parse_message(reply: Reply) -> tuple[str, int] | None:
+    """The bump that a message tells of, None for any other reply (a confirmation, a PONG, a stranger's message)."""
+    if isinstance(reply, list) and len(reply) == 3 and reply[0] == b"message":
+        generation, _, scope = reply[2].partition(b" ")
+        if generation.isdigit() and scope:
+            return scope.decode(errors="replace"), int(generation)
+    return None
 
 
 def _bytes_or_none(reply: Reply) -> bytes | None:

@@ -10,16 +10,14 @@ import contextlib
 import logging
 import random
 import socket
-import ssl
 from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import hiredis
 
+from cache.stores.address import Address
 from cache.stores.base import Kind, StoreError
 from cache.stores.deadlines import Deadlines
 
@@ -32,6 +30,7 @@ Push = Callable[[Reply], None]
 MAX_UNSENT = 16 << 20  # bytes that may wait for a server that does not read; more is refused
 MAX_REPLY = 256 << 20  # bytes of one unfinished reply; more is a lie
 STALL = 1.0  # seconds without any byte, after a command timed out, until the connection is given up
+CLOSING = 1.0  # seconds that close() waits for the answers to what was sent
 MAX_BACKOFF = 2.0  # seconds between attempts to connect
 
 pack = cast("Callable[[tuple[Argument, ...]], bytes]", hiredis.pack_command)  # its stub knows one argument only
@@ -46,58 +45,6 @@ _KINDS: dict[str, Kind] = {
 
 def _reply_error(text: str) -> StoreError:
     return StoreError(_KINDS.get(text.partition(" ")[0], "protocol"), text)
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a Redis is: `redis://[user:password@]host[:port][/db]`, `rediss://…` (TLS), `unix:///path[?db=N]`.
-
-    TLS takes `?ca=FILE` (else the system's), `&cert=FILE&key=FILE`, `&verify=no`.
-    """
-
-    host: str = "localhost"
-    port: int = 6379
-    path: str | None = None
-    db: int = 0
-    user: str | None = None
-    password: str | None = None
-    tls: ssl.SSLContext | None = None
-
-    @classmethod
-    def parse(cls, url: str) -> Address:
-        """ValueError says what is wrong with `url`, without its password."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ValueError(f"a Redis address begins with redis://, rediss:// or unix://, not {parts.scheme!r}")
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        unix = parts.scheme == "unix"
-        db = query.get("db") or ("" if unix else parts.path.strip("/")) or "0"
-        if not db.isdecimal():
-            raise ValueError(f"the database of a Redis address must be a number, not {db!r}")
-        if unix and not parts.path:
-            raise ValueError("a unix:// address needs the path of a socket")
-        return cls(
-            host=parts.hostname or "localhost",
-            port=parts.port or 6379,
-            path=unquote(parts.path) if unix else None,
-            db=int(db),
-            user=unquote(parts.username) if parts.username else None,
-            password=unquote(parts.password) if parts.password else None,
-            tls=_tls(query) if parts.scheme == "rediss" else None,
-        )
-
-    def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
-
-
-def _tls(query: dict[str, str]) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=query.get("ca"))
-    if "cert" in query:
-        context.load_cert_chain(query["cert"], query.get("key"))
-    if query.get("verify") == "no":
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 class Connection(asyncio.Protocol):
@@ -139,7 +86,8 @@ class Connection(asyncio.Protocol):
     async def _greet(self, address: Address) -> None:
         credentials = (address.user or "default", address.password) if address.password else ()
         try:
-            await self.send(b"HELLO", 3, *((b"AUTH", *credentials) if credentials else ()))
+            auth = (b"AUTH", *credentials) if credentials else ()
+            await self.send(b"HELLO", 3, *auth, b"SETNAME", b"warmgate")
         except StoreError as error:
             if error.kind != "protocol" or self.closed.done():
                 raise
@@ -282,6 +230,8 @@ class Client:
         if keeper is not None and self._loop is asyncio.get_running_loop():
             keeper.cancel()
             await asyncio.wait([keeper])
+            if self._connection is not None:  # the answer to this comes after those to all that was sent before
+                await asyncio.wait([self._connection.send(b"PING")], timeout=CLOSING)
         self._down = StoreError("unavailable", "closed")
         self._fail_early(self._down)
         if self._connection is not None:
@@ -327,9 +277,10 @@ class Client:
             for packed, future, parse in early:
                 if not future.done():
                     self._connection.submit(packed, future, parse)
-            lost = await self._connection.closed
+            closed = self._connection.closed
+            await asyncio.wait([closed])
             self._connection = None
-            log.info("lost Redis at %s: %s", self.address, lost)
+            log.info("lost Redis at %s: %s", self.address, closed.result())
 
     def _fail_early(self, error: StoreError) -> None:
         early, self._early = self._early, []
