@@ -50,7 +50,7 @@ def serve(
     workers: Annotated[int | None, typer.Option(help="Number of gateway processes.")] = None,
     no_engine: Annotated[bool, typer.Option("--no-engine", help="Do not start the embedded engine.")] = False,
 ) -> None:
-    """Run the gateway, and the embedded engine where it is configured.
+    """Run the gateway, and the embedded engine.
 
     SIGTERM or Ctrl-C finishes the open requests and ends; SIGHUP reads the configuration again.
     """
@@ -73,14 +73,17 @@ def serve(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def engine(context: typer.Context) -> None:
-    """Run the embedded engine alone; every argument is the engine's own (see `warmgate engine --help`)."""
+    """Run the embedded engine alone.
+
+    Every argument is the engine's own (see `warmgate engine --help`).
+    """
     command, environment = engine_command()
     os.execve(command[0], [*command, *context.args], environment)
 
 
 @app.command()
 def check(config: ConfigOption = None) -> None:
-    """Say what the configuration would run, and everything that is wrong with it, without running anything."""
+    """Check the configuration, and say what it would run."""
     found = _read(config, {})
     typer.echo(overview(found))
     if faults := [*unreadable_secrets(found), *_faq_faults(found)]:
@@ -102,7 +105,7 @@ def purge(
         str | None, typer.Option(envvar="WARMGATE_ADMIN_KEY", help="Admin key, where the gateway asks for one.")
     ] = None,
 ) -> None:
-    """Make a running gateway forget answers: by key, tag, model, tenant, namespace or age."""
+    """Make a running gateway forget answers."""
     named = {"key": key, "tag": tag, "model": model, "tenant": tenant, "namespace": namespace}
     chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if before is not None:
@@ -126,6 +129,7 @@ def main() -> None:
     """The command line; whatever goes wrong becomes a sentence a fault, and exit code 2."""
     try:
         app(prog_name="warmgate")
+        return
     except ConfigError as error:
         sentences = error.messages
     except StartError as error:

@@ -1,4 +1,5 @@
-"""Server-sent events, read by their grammar (WHATWG HTML, section 9.2.6) from bytes split anywhere, each with its raw bytes kept.
+"""Server-sent events, read by their grammar (WHATWG HTML, section 9.2.6) from bytes split anywhere, each with its raw
+bytes kept.
 
 Only whole events are decoded, so a character cut by a chunk border is never seen cut.
 """
@@ -19,7 +20,9 @@ class EventTooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event: its bytes as they came, the event name (empty: unnamed), and its data, or None for a comment or a blank."""
+    """One event: its bytes as they came, the event name (empty: unnamed), and its data, or None for a comment or a
+    blank.
+    """
 
     raw: bytes
     name: str
@@ -27,7 +30,9 @@ class Event:
 
 
 class EventReader:
-    """Feed it bytes; it gives the events that are complete. ``max_event`` bounds what one unfinished event may hold, in bytes."""
+    """Feed it bytes; it gives the events that are complete. ``max_event`` bounds what one unfinished event may hold,
+    in bytes.
+    """
 
     def __init__(self, max_event: int = 16 * 1024 * 1024) -> None:
         self._pending = bytearray()

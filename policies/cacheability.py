@@ -1,7 +1,9 @@
-"""May this request be answered from the cache, and may this answer be kept? A verdict with its reason, from plain values alone.
+"""May this request be answered from the cache, and may this answer be kept? A verdict with its reason, from plain
+values alone.
 
-The default is that of a search engine's knowledge panel: what is deterministic is cached; what is sampled is cached only when
-somebody asked for it, or when the operator switched ``faq`` on and the question is static and self-contained. In doubt: no.
+The default is that of a search engine's knowledge panel: what is deterministic is cached; what is sampled is cached
+only when somebody asked for it, or when the operator switched ``faq`` on and the question is static and
+self-contained. In doubt: no.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ class Turn:
 class Ask:
     """What a dialect reads out of a request body for the verdict.
 
-    ``temperature`` is None when absent; ``side_effects`` names what the request does besides answering (storing it upstream,
-    running in the background), ``world`` what its answer reads besides the prompt (hosted search, hosted files).
+    ``temperature`` is None when absent; ``side_effects`` names what the request does besides answering (storing it
+    upstream, running in the background), ``world`` what its answer reads besides the prompt (hosted search, hosted
+    files).
     """
 
     turns: Sequence[Turn]
@@ -49,7 +52,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an upstream's answer ended: its finish reasons in the dialect's words, and what is wrong with it, if anything."""
+    """How an upstream's answer ended: its finish reasons in the dialect's words, and what is wrong with it, if
+    anything.
+    """
 
     finishes: tuple[str, ...] = ()
     fault: str = ""
@@ -77,7 +82,11 @@ def judge(ask: Ask, *, sampled: Sampled, opted_in: bool) -> Verdict:
     if sampled == "never":
         return Verdict(False, f"sampled: {name}")
     doubt = not_static(ask)
-    return Verdict(False, f"sampled ({name}) and not a static question: {doubt}") if doubt else Verdict(True, "static question")
+    return (
+        Verdict(False, f"sampled ({name}) and not a static question: {doubt}")
+        if doubt
+        else Verdict(True, "static question")
+    )
 
 
 def storable(outcome: Outcome, accepted: Sequence[str]) -> Verdict:
@@ -96,21 +105,139 @@ LONGEST_QUESTION = 240
 """Characters; a longer text carries its own context more often than not."""
 
 _OPENERS = frozenset(
-    """what what's whats who who's when where which whose why how define explain describe name list is are was were does do
-    did can""".split()
+    [
+        "what",
+        "what's",
+        "whats",
+        "who",
+        "who's",
+        "when",
+        "where",
+        "which",
+        "whose",
+        "why",
+        "how",
+        "define",
+        "explain",
+        "describe",
+        "name",
+        "list",
+        "is",
+        "are",
+        "was",
+        "were",
+        "does",
+        "do",
+        "did",
+        "can",
+    ]
 )
 _TIME = frozenset(
-    """now today tonight tomorrow yesterday currently current latest newest recent recently upcoming nowadays ago still yet
-    this next last week month year day morning evening weekend weather forecast news price stock score date time live trending
-    available open closed""".split()
+    [
+        "now",
+        "today",
+        "tonight",
+        "tomorrow",
+        "yesterday",
+        "currently",
+        "current",
+        "latest",
+        "newest",
+        "recent",
+        "recently",
+        "upcoming",
+        "nowadays",
+        "ago",
+        "still",
+        "yet",
+        "this",
+        "next",
+        "last",
+        "week",
+        "month",
+        "year",
+        "day",
+        "morning",
+        "evening",
+        "weekend",
+        "weather",
+        "forecast",
+        "news",
+        "price",
+        "stock",
+        "score",
+        "date",
+        "time",
+        "live",
+        "trending",
+        "available",
+        "open",
+        "closed",
+    ]
 )
 _PERSONAL = frozenset(
-    """i i'm i've i'd i'll im me my mine myself we we're we've our ours us you your yours yourself he him his she her hers they
-    them""".split()
+    [
+        "i",
+        "i'm",
+        "i've",
+        "i'd",
+        "i'll",
+        "im",
+        "me",
+        "my",
+        "mine",
+        "myself",
+        "we",
+        "we're",
+        "we've",
+        "our",
+        "ours",
+        "us",
+        "you",
+        "your",
+        "yours",
+        "yourself",
+        "he",
+        "him",
+        "his",
+        "she",
+        "her",
+        "hers",
+        "they",
+        "them",
+    ]
 )
 _SESSION = frozenset(
-    """above below earlier previous previously before again continue continued it its that these those here there attached attachment
-    following document file image picture random another else more same""".split()
+    [
+        "above",
+        "below",
+        "earlier",
+        "previous",
+        "previously",
+        "before",
+        "again",
+        "continue",
+        "continued",
+        "it",
+        "its",
+        "that",
+        "these",
+        "those",
+        "here",
+        "there",
+        "attached",
+        "attachment",
+        "following",
+        "document",
+        "file",
+        "image",
+        "picture",
+        "random",
+        "another",
+        "else",
+        "more",
+        "same",
+    ]
 )
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 

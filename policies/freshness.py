@@ -39,8 +39,9 @@ class Lifetime:
 
 
 def parse_cache_control(value: str) -> Directives:
-    """Reads a request's ``Cache-Control`` (RFC 9111 section 5.2.1). Unknown directives are ignored, as the RFC asks; an unreadable
-    number reads as the cautious one: ``max-age`` 0, nothing stale."""
+    """Reads a request's ``Cache-Control`` (RFC 9111 section 5.2.1). Unknown directives are ignored, as the RFC asks;
+    an unreadable number reads as the cautious one: ``max-age`` 0, nothing stale.
+    """
     found: dict[str, str | None] = {}
     for part in value.split(","):
         name, equals, argument = part.strip().partition("=")
@@ -67,8 +68,8 @@ def parse_cache_control(value: str) -> Directives:
 def freshness(age: float, expires_in: float, while_revalidate: float, directives: Directives) -> Freshness:
     """Whether an answer of this ``age`` may be served to a request with these ``directives``.
 
-    ``fresh``: as it is; ``stale``: the caller accepts it so (``max-stale``); ``revalidate``: at once, while it is renewed behind
-    (RFC 5861, ``while_revalidate`` seconds after it expired); ``expired``: only if the upstream fails.
+    ``fresh``: as it is; ``stale``: the caller accepts it so (``max-stale``); ``revalidate``: at once, while it is
+    renewed behind (RFC 5861, ``while_revalidate`` seconds after it expired); ``expired``: only if the upstream fails.
     """
     if directives.max_age is not None and age > directives.max_age:
         return "expired"

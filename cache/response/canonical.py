@@ -1,8 +1,10 @@
-"""The canonical request: one spelling for everything that will be sent upstream, and the key and fingerprint made of it.
+"""The canonical request: one spelling for everything that will be sent upstream, and the key and fingerprint made of
+it.
 
-Two bodies get one spelling when every upstream must read them alike: object keys are sorted and white space is dropped, array order
-and the exact value and type of each number are kept (``1``, ``1.0``, ``true`` and ``"1"`` are four different things). A body that two
-parsers could read differently (duplicate keys, NaN, numbers that overflow, half surrogate pairs) is refused instead of guessed at.
+Two bodies get one spelling when every upstream must read them alike: object keys are sorted and white space is
+dropped, array order and the exact value and type of each number are kept (``1``, ``1.0``, ``true`` and ``"1"`` are
+four different things). A body that two parsers could read differently (duplicate keys, NaN, numbers that overflow,
+half surrogate pairs) is refused instead of guessed at.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def parse(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadBody(f"The request body is not UTF-8 (byte {error.start}).") from None
     except json.JSONDecodeError as error:
-        raise BadBody(f"The request body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno}).") from None
+        raise BadBody(
+            f"The request body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
+        ) from None
     except RecursionError:
         raise BadBody("The request body is nested too deeply.") from None
     if not isinstance(value, dict):

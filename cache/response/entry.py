@@ -1,8 +1,9 @@
 """An entry: a stored answer with its proof, and its binary form.
 
-Layout, little-endian: ``b"WGE"``, format version (1 byte), xxh3-128 of all that follows (16 bytes), then fingerprint (32), born,
-expires, kept_until (3 × float64, unix seconds), length of the head (uint32), head (JSON), message (the rest). Never pickle: what
-comes back from a store is read as plain bytes and believed only when version, checksum and fingerprint agree.
+Layout, little-endian: ``b"WGE"``, format version (1 byte), xxh3-128 of all that follows (16 bytes), then fingerprint
+(32), born, expires, kept_until (3 × float64, unix seconds), length of the head (uint32), head (JSON), message (the
+rest). Never pickle: what comes back from a store is read as plain bytes and believed only when version, checksum and
+fingerprint agree.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ _START = len(_MAGIC) + 16
 
 
 class BadEntry(ValueError):
-    """The stored bytes are not a whole entry of this format for this request; the message names the reason in a word or two."""
+    """The stored bytes are not a whole entry of this format for this request; the message names the reason in a word
+    or two.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An answer and how long it lives.
 
-    ``born`` is when its upstream call began, so that a purge during the call covers it. It is fresh until ``expires`` and may serve
-    as a stale answer until ``kept_until`` (all unix seconds). ``generations`` holds each purge scope of the entry with its
-    generation at birth; the entry lives only as long as they are current. ``message`` is the answer in the dialect's plain form.
+    ``born`` is when its upstream call began, so that a purge during the call covers it. It is fresh until ``expires``
+    and may serve as a stale answer until ``kept_until`` (all unix seconds). ``generations`` holds each purge scope of
+    the entry with its generation at birth; the entry lives only as long as they are current. ``message`` is the answer
+    in the dialect's plain form.
     """
 
     fingerprint: bytes

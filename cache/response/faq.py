@@ -1,4 +1,6 @@
-"""Curated answers: questions an operator has answered by hand (``faq.yaml``), found after light normalisation of the question."""
+"""Curated answers: questions an operator has answered by hand (``faq.yaml``), found after light normalisation of the
+question.
+"""
 
 from __future__ import annotations
 
@@ -72,17 +74,19 @@ class Faq:
 
 
 def normalise(question: str) -> str:
-    """Case, spacing, sentence punctuation and Unicode form (NFKC) fall away; every sign that may change a meaning stays.
+    """Case, spacing, sentence punctuation and Unicode form (NFKC) fall away; every sign that may change a meaning
+    stays.
 
-    ``C++`` is not ``C``, ``-5`` and ``5!`` are not ``5``, ``.5`` is not ``5``, ``3²`` is not ``32``, ``[0,1)`` is not ``[0,1]``.
+    ``C++`` is not ``C``, ``-5`` and ``5!`` are not ``5``, ``.5`` is not ``5``, ``3²`` is not ``32``, ``[0,1)`` is not
+    ``[0,1]``.
     """
     text = _compatible(_compatible(question).casefold()).replace("’", "'")
     words = (_bare(word) for word in text.split())
     return " ".join(word for word in words if word)
 
 
-_OPENING = "\"`“”„«»¿¡"
-_CLOSING = "?.,;:…\"`“”„«»。、，？！；："
+_OPENING = '"`“”„«»¿¡'
+_CLOSING = '?.,;:…"`“”„«»。、，？！；：'
 _RAISED = ("<super>", "<sub>", "<fraction>")
 _EXCLAIMED = re.compile(r"(?<=[^\W\d_]{2})!+$")
 
@@ -102,8 +106,9 @@ def _bare(word: str) -> str:
 
 
 def read_faq(text: str) -> Faq:
-    """Reads ``faq.yaml``; raises `FaqError` that names every entry at fault. Two answers to one question are no error here, but
-    neither is served (`Faq.collisions`)."""
+    """Reads ``faq.yaml``; raises `FaqError` that names every entry at fault. Two answers to one question are no error
+    here, but neither is served (`Faq.collisions`).
+    """
     try:
         listed: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -1,9 +1,9 @@
 """Flights: one upstream call that several callers wait on (request coalescing, streaming too).
 
-A producer pushes pieces and at the end lands with a result; callers follow from the first piece on, however late they join. The
-producer waits only for the fastest follower (back-pressure), never for a slow one; pieces are kept once, for all, within a bound, and
-a follower that falls behind the bound is told so (`FellBehind`) rather than given a cut answer. When the last follower leaves, the
-producer is cancelled.
+A producer pushes pieces and at the end lands with a result; callers follow from the first piece on, however late they
+join. The producer waits only for the fastest follower (back-pressure), never for a slow one; pieces are kept once, for
+all, within a bound, and a follower that falls behind the bound is told so (`FellBehind`) rather than given a cut
+answer. When the last follower leaves, the producer is cancelled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class FellBehind(Exception):
 class Flight(Generic[Head, Part, Result]):
     """``Head`` comes first (status and headers), then any number of pieces, then the result.
 
-    ``window`` is how far in bytes the producer may run ahead of the fastest follower, ``bound`` how many bytes of pieces are kept.
+    ``window`` is how far in bytes the producer may run ahead of the fastest follower, ``bound`` how many bytes of
+    pieces are kept.
     """
 
     def __init__(self, size: Callable[[Part], int], *, window: int, bound: int) -> None:

@@ -1,4 +1,6 @@
-"""Has this been answered before? Memory first, then the shared store; believed only when the fingerprint agrees and nothing was purged."""
+"""Has this been answered before? Memory first, then the shared store; believed only when the fingerprint agrees and
+nothing was purged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Found(NamedTuple):
 class Recall:
     """Looks entries up. ``bad_entries`` counts what was found but not believed, by reason."""
 
-    def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None, generations: Generations) -> None:
+    def __init__(
+        self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None, generations: Generations
+    ) -> None:
         self._memory = memory
         self._shared = shared
         self._generations = generations
@@ -37,13 +41,15 @@ class Recall:
         entry = self._memory.get(identity.key)
         if entry is None or entry.fingerprint != identity.fingerprint:
             return None
-        if not self._generations.alive(entry.generations):
+        if not self._generations.alive(entry.generations, entry.born):
             self._memory.delete(identity.key)
             return None
         return entry
 
     async def find(self, identity: Identity, now: float) -> Found | None:
-        """The entry from the nearest tier. What the shared store held moves up with the life it had left, never a longer one."""
+        """The entry from the nearest tier. What the shared store held moves up with the life it had left, never a
+        longer one.
+        """
         entry = self.in_memory(identity)
         if entry is not None:
             return Found(entry, "memory")
@@ -57,7 +63,7 @@ class Recall:
         except BadEntry as error:
             self.bad_entries[str(error)] += 1
             return None
-        if entry.kept_until <= now or not self._generations.alive(entry.generations):
+        if entry.kept_until <= now or not self._generations.alive(entry.generations, entry.born):
             return None
         if self._memory is not None:
             self._memory.set(identity.key, entry, entry.size, entry.kept_until)

@@ -1,7 +1,8 @@
 """What the gateway must know of an API: one `Dialect` per endpoint, with its request, stream, usage and error forms.
 
-A stored answer is kept in the dialect's plain form without its identity (``id``, ``created``). `Collector` joins a stream into that
-form, `Dialect.render` splits it again; both must lose nothing, so what cannot be joined surely raises `Unjoinable` and is not stored.
+A stored answer is kept in the dialect's plain form without its identity (``id``, ``created``). `Collector` joins a
+stream into that form, `Dialect.render` splits it again; both must lose nothing, so what cannot be joined surely raises
+`Unjoinable` and is not stored.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class BrokenStream(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One event for the caller: its bytes for those who asked for usage, and for those who did not (either may be empty)."""
+    """One event for the caller: its bytes for those who asked for usage, and for those who did not (either may be
+    empty).
+    """
 
     asked: bytes
     unasked: bytes
@@ -37,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer: its plain form without identity (None when there is none to keep), how it ended, and its tokens."""
+    """A whole answer: its plain form without identity (None: nothing to keep), how it ended, and its tokens."""
 
     message: bytes | None
     outcome: Outcome
@@ -67,7 +70,7 @@ class Collector(ABC):
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the caller has been told, in the dialect's own form, that the stream is over (well or with an error)."""
+        """Whether the caller has been told in the dialect's own form that the stream is over, well or with an error."""
 
 
 class Dialect(ABC):
@@ -86,7 +89,9 @@ class Dialect(ABC):
 
     @abstractmethod
     def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields to set in what is sent upstream so that every answer can be accounted for; empty: send the caller's own bytes."""
+        """Fields to set in what is sent upstream so that every answer can be accounted for; empty: send the caller's
+        own bytes.
+        """
 
     @abstractmethod
     def wants_usage(self, body: Mapping[str, Any]) -> bool:

@@ -13,8 +13,30 @@ from gateway.dialects.openai import OpenAIDialect
 from policies.cacheability import Ask, Turn
 
 _HARMLESS_TO_CURATED = frozenset(
-    """model messages stream stream_options user metadata store safety_identifier prompt_cache_key prompt_cache_retention cache_salt
-    priority temperature top_p top_k min_p seed presence_penalty frequency_penalty n max_tokens max_completion_tokens""".split()
+    [
+        "model",
+        "messages",
+        "stream",
+        "stream_options",
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "cache_salt",
+        "priority",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "n",
+        "max_tokens",
+        "max_completion_tokens",
+    ]
 )
 
 
@@ -61,7 +83,11 @@ class ChatCompletions(OpenAIDialect):
         if message.get("content") is None:
             first["content"] = message.pop("content", None)
         parts.append(first)
-        texts = [name for name in ("reasoning_content", "reasoning", "content", "refusal") if isinstance(message.get(name), str)]
+        texts = [
+            name
+            for name in ("reasoning_content", "reasoning", "content", "refusal")
+            if isinstance(message.get(name), str)
+        ]
         calls = message.pop("tool_calls", None)
         for name in texts:
             text = message.pop(name)
@@ -70,10 +96,14 @@ class ChatCompletions(OpenAIDialect):
         if message:
             parts.append(message)
         if calls is not None:
-            parts += [{"tool_calls": [piece]} for index, call in enumerate(calls) for piece in _call_pieces(index, call)]
+            parts += [
+                {"tool_calls": [piece]} for index, call in enumerate(calls) for piece in _call_pieces(index, call)
+            ]
         found = [{"delta": part, "finish_reason": None} for part in parts]
         if logprobs is not None:
-            carrier = next((part for part in found if "content" in part["delta"] or "refusal" in part["delta"]), found[0])
+            carrier = next(
+                (part for part in found if "content" in part["delta"] or "refusal" in part["delta"]), found[0]
+            )
             carrier["logprobs"] = logprobs
         rest = {name: value for name, value in choice.items() if name not in ("index", "message", "logprobs")}
         return [*found, {"delta": {}, "finish_reason": None, **rest}]
@@ -99,7 +129,9 @@ def _turn(message: object) -> Turn:
         return Turn("", None)
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
         content = parts[0] if len(parts) == 1 else None
     extra = message.keys() - {"role", "content"}
     return Turn(str(message.get("role")), content if isinstance(content, str) and not extra else None)

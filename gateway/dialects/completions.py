@@ -12,8 +12,25 @@ from gateway.dialects.openai import OpenAIDialect
 from policies.cacheability import Ask, Turn
 
 _HARMLESS_TO_CURATED = frozenset(
-    """model prompt stream stream_options user cache_salt priority temperature top_p top_k min_p seed presence_penalty
-    frequency_penalty n best_of max_tokens""".split()
+    [
+        "model",
+        "prompt",
+        "stream",
+        "stream_options",
+        "user",
+        "cache_salt",
+        "priority",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "n",
+        "best_of",
+        "max_tokens",
+    ]
 )
 
 
@@ -45,7 +62,9 @@ class Completions(OpenAIDialect):
         return orjson.dumps({"object": self.answer_object, "model": model, "choices": [choice], "usage": usage})
 
     def split(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
-        rest = {name: value for name, value in choice.items() if name not in ("index", "text", "finish_reason", "logprobs")}
+        rest = {
+            name: value for name, value in choice.items() if name not in ("index", "text", "finish_reason", "logprobs")
+        }
         text, logprobs = choice.get("text") or "", choice.get("logprobs")
         pieces = [text] if logprobs or not text else cut(text)
         parts = [{"text": piece, "logprobs": None, "finish_reason": None} for piece in pieces]

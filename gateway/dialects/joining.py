@@ -1,4 +1,6 @@
-"""Joining streamed pieces into a message, and cutting text into pieces, for every dialect whose stream is made of deltas."""
+"""Joining streamed pieces into a message, and cutting text into pieces, for every dialect whose stream is made of
+deltas.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _CUT = re.compile(r".{1,24}(?:\s+|$)|.{1,24}", re.DOTALL)
 
 
 def merge(into: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Adds a delta to a message in place: texts grow, objects merge, lists merge by ``index``; raises `Unjoinable` in doubt."""
+    """Adds a delta to a message in place: texts grow, objects merge, lists merge by ``index``; raises `Unjoinable` in
+    doubt.
+    """
     for name, new in delta.items():
         old = into.get(name)
         if old is None or (old == "" and isinstance(new, str)):

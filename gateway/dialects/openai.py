@@ -1,4 +1,4 @@
-"""What chat completions and completions have in common: choices that end with a finish reason, chunks, usage, errors."""
+"""What chat completions and completions share: choices that end with a finish reason, chunks, usage, errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ _OF_ONE_CHUNK = frozenset(("object", "choices", "usage", "obfuscation", *_IDENTI
 
 def error_body(status: int, message: str, code: str | None) -> bytes:
     """OpenAI's error form."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "invalid_request_error",
+        429: "rate_limit_error",
+    }
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
 

@@ -1,0 +1,114 @@
+"""The ASGI application: ``/v1`` goes to the pipeline, everything else (admin, health, metrics) is FastAPI's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from gateway.admin import admin_routes
+from gateway.clock import Clock
+from gateway.config import Config
+from gateway.health import health_routes
+from gateway.http import Request, Response
+from gateway.pipeline import Pipeline
+from gateway.receive import ClientGone, Unreadable, read_request
+from gateway.reload import Source, reload
+from gateway.runtime import Runtime
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def create_app(config: Config, *, clock: Clock | None = None, source: Source | None = None) -> Gateway:
+    """The gateway as an ASGI application; its lifespan opens and closes the stores. ``source`` reads the configuration
+    anew.
+    """
+    return Gateway(Runtime(config, clock), source)
+
+
+class Gateway:
+    """Splits the traffic; everything under ``/v1/`` takes the short way past the web framework."""
+
+    def __init__(self, runtime: Runtime, source: Source | None) -> None:
+        self.runtime = runtime
+        self._source = source
+        self.pipeline = Pipeline(runtime)
+        self._pages = FastAPI(title="Warmgate", docs_url=None, redoc_url=None, lifespan=self._lifespan)
+        self._pages.include_router(health_routes(runtime))
+        self._pages.include_router(admin_routes(runtime, source))
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            await self._serve(scope, receive, send)
+        else:
+            await self._pages(scope, receive, send)
+
+    def reload(self) -> None:
+        """Reads the configuration anew and takes it into use; raises `ReloadError`."""
+        reload(self.runtime, self._source)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        await self.runtime.open()
+        try:
+            yield
+        finally:
+            await self.runtime.close()
+
+    async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            request = await read_request(scope, receive, self.runtime.config.limits.max_body)
+        except ClientGone:
+            return
+        except Unreadable as error:
+            refused = self.pipeline.refused(error.request, error.status, str(error), error.code)
+            refused.headers.append((b"connection", b"close"))
+            await _send_whole(refused, send)
+            return
+        await _while_connected(receive, self._answer(request, send))
+
+    async def _answer(self, request: Request, send: Send) -> None:
+        response = await self.pipeline.answer(request)
+        if isinstance(response.body, bytes):
+            await _send_whole(response, send)
+            return
+        try:
+            await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+            async for chunk in response.body:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await response.body.aclose()
+
+
+async def _send_whole(response: Response, send: Send) -> None:
+    assert isinstance(response.body, bytes)
+    headers = [*response.headers, (b"content-length", b"%d" % len(response.body))]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body})
+
+
+async def _while_connected(receive: Receive, work: Awaitable[None]) -> None:
+    """Runs ``work``, and cancels it when the caller leaves: nothing is computed for nobody."""
+    answering = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            answering.cancel()
+            await asyncio.wait((answering,))
+        if not answering.cancelled():
+            answering.result()
+    finally:
+        leaving.cancel()
+        answering.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

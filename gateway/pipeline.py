@@ -1,0 +1,365 @@
+"""The request path: admit, understand, recall, join, route, relay, keep. In this order, for every request and every
+dialect.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from cache.response.entry import Entry
+from cache.response.flights import FellBehind
+from gateway.clock import Clock
+from gateway.dialects import DIALECTS, Dialect
+from gateway.dialects.base import Rendered
+from gateway.dialects.openai import error_body
+from gateway.encoding import EncodingError
+from gateway.http import EVENT_STREAM, JSON, NO_BUFFERING, Headers, Request, Response
+from gateway.ledger import SAVED, Outcome, Row
+from gateway.passthrough import list_models, pass_through
+from gateway.plan import BadRequest, Plan, read_body
+from gateway.relay import CallFlight, Head, Landed, new_flight
+from gateway.runtime import Runtime
+from gateway.tenants import Caller, Denied
+from gateway.upstreams.client import UpstreamError
+from gateway.upstreams.pool import Member
+from policies.freshness import freshness
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Exchange:
+    """One request on its way through the pipeline, and the ledger row it will leave."""
+
+    def __init__(self, request: Request, clock: Clock) -> None:
+        given = request.header(b"x-request-id")
+        self.request = request
+        self.request_id = given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        self.dialect: Dialect | None = DIALECTS.get(request.path.rstrip("/")) if request.method == "POST" else None
+        self.caller: Caller | None = None
+        self.row = Row(
+            at=clock.time(), endpoint=self.dialect.path if self.dialect else "other", request_id=self.request_id
+        )
+        self.began = clock.monotonic()
+
+    def error(self, status: int, message: str, code: str | None = None) -> bytes:
+        """An error body in the form of the API that was asked."""
+        return self.dialect.error(status, message, code) if self.dialect else error_body(status, message, code)
+
+
+class Pipeline:
+    """Answers requests. One per process; it reads everything that a reload may replace from ``runtime``."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def answer(self, request: Request) -> Response:
+        """Answers a request to ``/v1/…``. Every request leaves one ledger row, also one whose caller left."""
+        runtime = self._runtime
+        exchange = Exchange(request, runtime.clock)
+        try:
+            response = await self._admitted(exchange)
+        except Denied as denied:
+            exchange.row.outcome = "denied"
+            retry = [(b"retry-after", b"%d" % denied.retry_after)] if denied.retry_after is not None else []
+            response = self._error(exchange, denied.status, denied.message, denied.code, retry)
+        except BadRequest as error:
+            response = self._error(exchange, 400, str(error), "invalid_request")
+        except (UpstreamError, EncodingError) as error:
+            response = self._upstream_failed(exchange, error)
+        except BaseException:
+            exchange.row.reason = exchange.row.reason or "caller left"
+            self._close(exchange, 499)
+            raise
+        if isinstance(response.body, bytes):
+            self._close(exchange, response.status)
+        else:
+            response.body = self._until_end(exchange, response.status, response.body)
+        response.headers.append((b"x-request-id", exchange.request_id.encode()))
+        return response
+
+    def refused(self, request: Request, status: int, message: str, code: str) -> Response:
+        """The answer to a request that could not be read at all (too large, undecodable)."""
+        exchange = Exchange(request, self._runtime.clock)
+        response = self._error(exchange, status, message, code, [(b"x-request-id", exchange.request_id.encode())])
+        self._close(exchange, status)
+        return response
+
+    async def _admitted(self, exchange: Exchange) -> Response:
+        runtime, request = self._runtime, exchange.request
+        tenants = runtime.tenants
+        caller = tenants.identify(request)
+        exchange.row.tenant = caller.tenant
+        tenants.admit(caller)
+        exchange.caller = caller
+        if exchange.dialect is not None:
+            body = read_body(request.body)
+            plan = runtime.planner.plan(request, exchange.dialect, caller, body)
+            return await self._recall(exchange, plan)
+        if request.path.rstrip("/") == "/v1/models" and request.method == "GET":
+            exchange.row.outcome = "bypass"
+            return Response(200, [JSON], await list_models(runtime, request, caller))
+        return await pass_through(runtime, exchange.request, exchange.request_id, exchange.row, caller)
+
+    async def _recall(self, exchange: Exchange, plan: Plan) -> Response:
+        """Answered before? Curated answers first: they are the operator's own word."""
+        runtime, row = self._runtime, exchange.row
+        row.model, row.stream = plan.model.target, plan.dialect.streams(plan.body)
+        stale: Entry | None = None
+        fwd = "uri-miss" if plan.may_serve else "request"
+        if plan.may_serve and (curated := runtime.curated(plan)) is not None:
+            return self._hit(exchange, plan, curated, "faq", b"warmgate; hit; detail=faq", None)
+        if plan.may_recall:
+            now = runtime.clock.time()
+            found = await runtime.recall.find(plan.identity, now)
+            if found is not None:
+                entry = found.entry
+                expires = 0.0 if runtime.generations.softened(entry.generations, entry.born) else entry.expires
+                age = max(0.0, now - entry.born)
+                state = freshness(age, expires - now, plan.lifetime.while_revalidate, plan.directives)
+                if state != "expired":
+                    row.upstream = entry.upstream
+                    if state == "revalidate":
+                        self._refresh(exchange, plan)
+                    outcome: Outcome = "exact" if state == "fresh" else "stale"
+                    status = b"warmgate; hit; ttl=%d; detail=%s" % (expires - now, outcome.encode())
+                    return self._hit(exchange, plan, entry.message, outcome, status, age, entry.usage)
+                stale, fwd = entry, "stale"
+        if plan.directives.only_if_cached:
+            row.outcome, row.reason = "miss", "only-if-cached"
+            return self._error(
+                exchange,
+                504,
+                "Nothing stored answers this request (only-if-cached).",
+                "not_cached",
+                [(b"cache-status", b"warmgate; fwd=%s" % fwd.encode())],
+            )
+        if not plan.verdict.cacheable:
+            fwd = "bypass"
+        return await self._join(exchange, plan, fwd, stale)
+
+    def _hit(
+        self,
+        exchange: Exchange,
+        plan: Plan,
+        message: bytes,
+        outcome: Outcome,
+        status: bytes,
+        age: float | None,
+        usage: dict[str, int] | None = None,
+    ) -> Response:
+        exchange.row.outcome, exchange.row.usage = outcome, usage
+        headers: Headers = [(b"cache-status", status)]
+        if age is not None:
+            headers.append((b"age", b"%d" % age))
+        return self._rendered(plan, message, headers)
+
+    def _rendered(self, plan: Plan, message: bytes, headers: Headers) -> Response:
+        """A kept message in the form this caller asked for, with an identity of its own."""
+        rendered: Rendered = plan.dialect.render(message)
+        identity = plan.dialect.identity(self._runtime.clock.time())
+        if not plan.dialect.streams(plan.body):
+            return Response(200, [JSON, *headers], identity.join(rendered.plain))
+        segments = rendered.stream_with_usage if plan.dialect.wants_usage(plan.body) else rendered.stream
+        return Response(200, [EVENT_STREAM, *NO_BUFFERING, *headers], identity.join(segments))
+
+    async def _join(self, exchange: Exchange, plan: Plan, fwd: str, stale: Entry | None) -> Response:
+        """Being answered right now? Then wait with the others; else make the call that others may join."""
+        flights = self._runtime.flights
+        flight = flights.get(plan.identity.key) if plan.may_join else None
+        if flight is not None and flight.joinable:
+            response = await self._follow(exchange, plan, flight, collapsed=True, fwd=fwd)
+            if response is not None:
+                return response
+        members = await self._route(plan, exchange.request)
+        flight = self._take_off(exchange, plan, members, shared=plan.may_join and plan.identity.key not in flights)
+        try:
+            response = await self._follow(exchange, plan, flight, collapsed=False, fwd=fwd, stale=stale)
+        except (UpstreamError, EncodingError):
+            if stale is None or not self._may_serve_after_error(plan, stale):
+                raise
+            response = None
+        if response is None:
+            assert stale is not None
+            return self._serve_after_error(exchange, plan, stale)
+        return response
+
+    async def _route(self, plan: Plan, request: Request) -> list[Member]:
+        members = await self._runtime.pool.serving(plan.model.target, request)
+        if members:
+            return members
+        if not self._runtime.pool.members:
+            raise UpstreamError("connect", "no upstream is configured", sent=False)
+        raise Denied(404, f"The model {plan.model.name[:100]!r} does not exist here.", "model_not_found")
+
+    def _take_off(self, exchange: Exchange, plan: Plan, members: list[Member], *, shared: bool) -> CallFlight:
+        runtime = self._runtime
+        flight = new_flight(runtime.flight_bound)
+        flights, key = runtime.flights, plan.identity.key
+
+        def over() -> None:
+            if flights.get(key) is flight:
+                del flights[key]
+
+        if shared:
+            flights[key] = flight
+        flight.start(runtime.relay.fly(plan, exchange.request, exchange.request_id, members, flight), over)
+        return flight
+
+    def _refresh(self, exchange: Exchange, plan: Plan) -> None:
+        """Renews a stale entry behind the caller's back, once however many ask."""
+        if plan.identity.key in self._runtime.flights or not plan.may_keep:
+            return
+
+        async def renew() -> None:
+            try:
+                members = await self._route(plan, exchange.request)
+            except (Denied, UpstreamError):
+                return
+            if plan.identity.key not in self._runtime.flights:
+                self._take_off(exchange, plan, members, shared=True).keep_going()
+
+        self._runtime.background(renew())
+
+    async def _follow(
+        self,
+        exchange: Exchange,
+        plan: Plan,
+        flight: CallFlight,
+        *,
+        collapsed: bool,
+        fwd: str,
+        stale: Entry | None = None,
+    ) -> Response | None:
+        """The answer of a flight in this caller's form.
+
+        None: a flight joined in another form brought no answer that can be turned into this one, or (with ``stale``)
+        the upstream failed and the stale entry should be served.
+        """
+        row = exchange.row
+        token = flight.join()
+        handed_over = False
+        try:
+            head: Head = await flight.head
+            row.upstream = head.upstream
+            row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
+            if stale is not None and head.status >= 500 and self._may_serve_after_error(plan, stale):
+                return None
+            other_form = head.status == 200 and head.stream != plan.dialect.streams(plan.body)
+            if collapsed and other_form:
+                landed: Landed = await flight.result
+                if landed.answer.message is None or landed.answer.outcome.fault:
+                    return None
+                row.usage = landed.answer.usage
+                return self._rendered(
+                    plan, landed.answer.message, [(b"cache-status", self._status(plan, fwd, None, True))]
+                )
+            headers: Headers = [*head.headers, (b"x-warmgate-upstream", head.upstream.encode())]
+            if head.whole:
+                pieces = [piece.asked async for piece in flight.pieces(token)]
+                landed = await flight.result
+                row.usage, row.reason = landed.answer.usage, landed.reason
+                if head.status >= 400:
+                    row.outcome = "error"
+                headers.append((b"cache-status", self._status(plan, fwd, landed, collapsed)))
+                return Response(head.status, headers, b"".join(pieces))
+            headers.append((b"cache-status", self._status(plan, fwd, None, collapsed)))
+            if head.stream:
+                headers += NO_BUFFERING
+            handed_over = True
+            return Response(head.status, headers, self._pieces(exchange, plan, flight, token))
+        finally:
+            if not handed_over:
+                flight.leave(token)
+
+    async def _pieces(
+        self, exchange: Exchange, plan: Plan, flight: CallFlight, token: object
+    ) -> AsyncGenerator[bytes, None]:
+        row, clock = exchange.row, self._runtime.clock
+        asked = plan.dialect.wants_usage(plan.body)
+        try:
+            async for piece in flight.pieces(token):
+                data = piece.asked if asked else piece.unasked
+                if data:
+                    if row.ttft is None:
+                        row.ttft = clock.monotonic() - exchange.began
+                    yield data
+            landed = await flight.result
+            row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason
+            if landed.failure:
+                row.outcome = "error"
+        except FellBehind:
+            row.outcome, row.reason = "error", "reader too slow"
+            yield plan.dialect.error_event("This reader fell too far behind the stream it had joined.", "too_slow")
+        finally:
+            flight.leave(token)
+
+    def _status(self, plan: Plan, fwd: str, landed: Landed | None, collapsed: bool) -> bytes:
+        """RFC 9211: how the request was handled by the response cache."""
+        parts = [f"warmgate; fwd={fwd}"]
+        if collapsed:
+            parts.append("collapsed")
+        if landed is not None and landed.stored:
+            parts.append("stored")
+        if fwd == "bypass":
+            parts.append(f"detail={_quoted(plan.verdict.reason)}")
+        elif landed is not None and landed.reason:
+            parts.append(f"detail={_quoted('not stored: ' + landed.reason)}")
+        return "; ".join(parts).encode()
+
+    def _may_serve_after_error(self, plan: Plan, stale: Entry) -> bool:
+        """RFC 5861: by the operator's setting or the caller's ``stale-if-error``."""
+        allowed = (
+            plan.directives.stale_if_error if plan.directives.stale_if_error is not None else plan.lifetime.if_error
+        )
+        return self._runtime.clock.time() - stale.expires <= allowed
+
+    def _serve_after_error(self, exchange: Exchange, plan: Plan, stale: Entry) -> Response:
+        now = self._runtime.clock.time()
+        status = b"warmgate; hit; ttl=%d; detail=stale" % (stale.expires - now)
+        exchange.row.reason = "upstream failed"
+        return self._hit(exchange, plan, stale.message, "stale", status, max(0.0, now - stale.born), stale.usage)
+
+    def _upstream_failed(self, exchange: Exchange, error: UpstreamError | EncodingError) -> Response:
+        exchange.row.outcome, exchange.row.reason = "error", str(error)
+        if isinstance(error, UpstreamError) and error.kind == "timeout":
+            return self._error(exchange, 504, f"The upstream did not answer in time: {error}.", "upstream_timeout")
+        return self._error(exchange, 502, f"The upstream could not answer: {error}.", "upstream_error")
+
+    def _error(self, exchange: Exchange, status: int, message: str, code: str | None, headers: Any = ()) -> Response:
+        exchange.row.reason = exchange.row.reason or (code or "")
+        return Response(status, [JSON, *headers], exchange.error(status, message, code))
+
+    async def _until_end(
+        self, exchange: Exchange, status: int, body: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The body; its row is written when it has ended, or the caller has left."""
+        complete = False
+        try:
+            async for chunk in body:
+                yield chunk
+            complete = True
+        finally:
+            await body.aclose()
+            if not complete:
+                exchange.row.outcome, exchange.row.reason = "error", exchange.row.reason or "caller left"
+            self._close(exchange, status)
+
+    def _close(self, exchange: Exchange, status: int) -> None:
+        runtime, row = self._runtime, exchange.row
+        row.status = status
+        row.latency = runtime.clock.monotonic() - exchange.began
+        usage = row.usage or {}
+        if exchange.caller is not None:
+            runtime.tenants.release(exchange.caller, usage.get("prompt", 0) + usage.get("output", 0))
+        if row.outcome in SAVED and row.ttft is None:
+            row.ttft = row.latency
+        runtime.ledger.record(row)
+
+
+def _quoted(text: str) -> str:
+    """An RFC 8941 string."""
+    printable = "".join(sign if " " <= sign <= "~" else "?" for sign in text)
+    return '"' + printable.replace("\\", "\\\\").replace('"', '\\"') + '"'

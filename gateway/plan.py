@@ -1,0 +1,246 @@
+"""Understanding a request: what would be sent upstream, under which key it is remembered, and what the cache may do
+with it.
+
+The same plan serves the pipeline and ``/admin/explain``, so what is explained is what happens.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cache.response.canonical import BadBody, Identity, Scope, identify, parse, respell
+from cache.response.tags import scopes_of
+from gateway.config import Config
+from gateway.dialects.base import Dialect
+from gateway.http import Request
+from gateway.tenants import Caller
+from policies.cacheability import Verdict, judge
+from policies.freshness import Directives, Lifetime, parse_cache_control
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_MAX_TAGS = 16
+_FOREVER = 366 * 86400.0
+
+
+class BadRequest(ValueError):
+    """The request cannot be understood; the message is one sentence for the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as asked for (``name``) and as sent upstream (``target``, at the operator's ``revision``)."""
+
+    name: str
+    target: str
+    revision: str
+    fallback: tuple[str, ...]
+    faq: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is decided about a request before anything is looked up."""
+
+    dialect: Dialect
+    caller: Caller
+    body: Mapping[str, Any]
+    model: Model
+    verdict: Verdict
+    directives: Directives
+    identity: Identity
+    namespace: str
+    tags: tuple[str, ...]
+    lifetime: Lifetime
+    sampled: bool
+    outgoing: bytes
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether the caller takes anything but a new answer."""
+        return not self.directives.no_cache and not self.directives.no_store
+
+    @property
+    def may_recall(self) -> bool:
+        """Whether a stored answer may serve it."""
+        return self.verdict.cacheable and self.may_serve
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether its answer may be stored."""
+        return self.verdict.cacheable and not self.directives.no_store and self.lifetime.ttl > 0
+
+    @property
+    def may_join(self) -> bool:
+        """Whether it may share an upstream call with equal requests: never when sampled, never past ``no-cache``."""
+        return self.may_recall and self.may_keep and not self.sampled
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Every scope by which its stored answer can be purged."""
+        return scopes_of(
+            key=self.identity.key,
+            tenant=self.caller.tenant,
+            namespace=self.namespace,
+            model=self.model.target,
+            tags=self.tags,
+        )
+
+
+class Planner:
+    """Makes plans by one configuration. ``secret`` (bytes) is what tenant salts are made with."""
+
+    def __init__(self, config: Config, secret: bytes) -> None:
+        self._config = config
+        self._secret = secret
+        self._revisions = {alias.target: alias.revision or "" for alias in config.models.values()}
+        self._limits = {tenant.name: tenant.cache for tenant in config.tenants}
+
+    def model(self, name: str) -> Model:
+        """What a model name stands for."""
+        alias = self._config.models.get(name)
+        if alias is None:
+            return Model(name, name, self._revisions.get(name, ""), (), False)
+        revision = alias.revision if alias.revision is not None else self._revisions.get(alias.target, "")
+        return Model(name, alias.target, revision, alias.fallback, alias.faq)
+
+    def salt(self, tenant: str) -> str:
+        """What an engine keeps this tenant's prefixes apart by; it tells nothing of the tenant to whoever lacks the
+        secret.
+        """
+        return hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()[:32]
+
+    def plan(self, request: Request, dialect: Dialect, caller: Caller, body: Mapping[str, Any]) -> Plan:
+        """Understands a request with a parsed ``body``; raises `BadRequest`, or `Denied` for a model out of bounds."""
+        name = body.get("model")
+        if not isinstance(name, str) or not name:
+            raise BadRequest("The request must name a 'model' (a text).")
+        model = self.model(name)
+        caller.require(model.name)
+        directives = parse_cache_control(request.header(b"cache-control") or "")
+        namespace = _label(request, b"x-warmgate-namespace")
+        asked_ttl = _seconds(request, b"x-warmgate-ttl")
+        rule = _Rule(self._config, caller.tenant, model, dialect.path)
+        opted_in = bool(asked_ttl) or bool(directives.max_age) or directives.only_if_cached
+        sampled = "faq" if model.faq and rule.sampled == "never" else rule.sampled
+        ask = dialect.ask(body)
+        temperature_zero = ask.always_deterministic or (ask.temperature is not None and ask.temperature == 0)
+        scope = Scope(
+            dialect=dialect.name,
+            tenant=caller.tenant,
+            namespace=namespace,
+            model=model.target,
+            revision=model.revision,
+            vary=tuple((name, request.header(name.encode()) or "") for name in dialect.vary),
+        )
+        included = {**body, "model": model.target}
+        try:
+            identity = identify(scope, included, frozenset(dialect.excluded))
+            outgoing = self._outgoing(request.body, body, model, dialect)
+        except BadBody as error:
+            raise BadRequest(str(error)) from None
+        return Plan(
+            dialect=dialect,
+            caller=caller,
+            body=body,
+            model=model,
+            verdict=judge(ask, sampled=sampled, opted_in=opted_in),
+            directives=directives,
+            identity=identity,
+            namespace=namespace,
+            tags=_tags(request),
+            lifetime=self._lifetime(rule, caller, asked_ttl),
+            sampled=not temperature_zero,
+            outgoing=outgoing,
+        )
+
+    def salted(self, plan: Plan) -> bytes:
+        """The outgoing body with the tenant's salt, for an upstream that keeps prefixes apart by it."""
+        salt = b'{"cache_salt":"%s",' % self.salt(plan.caller.tenant).encode()
+        return salt + plan.outgoing.lstrip()[1:]
+
+    def _outgoing(self, raw: bytes, body: Mapping[str, Any], model: Model, dialect: Dialect) -> bytes:
+        """The caller's own bytes wherever no field had to change."""
+        changes = dialect.prepare(body)
+        if model.target != model.name:
+            changes["model"] = model.target
+        if not changes and "cache_salt" not in body:
+            return raw
+        return respell({name: value for name, value in {**body, **changes}.items() if name != "cache_salt"})
+
+    def _lifetime(self, rule: _Rule, caller: Caller, asked_ttl: float | None) -> Lifetime:
+        ceiling = self._config.cache.max_ttl
+        own = self._limits.get(caller.tenant)
+        if own is not None and own.max_ttl is not None:
+            ceiling = min(ceiling, own.max_ttl)
+        ttl = rule.ttl if asked_ttl is None else asked_ttl
+        return Lifetime(min(ttl, ceiling), rule.while_revalidate, rule.if_error)
+
+
+class _Rule:
+    """The settings that hold for one tenant, model and path: the first rule that matches, then the defaults."""
+
+    def __init__(self, config: Config, tenant: str, model: Model, path: str) -> None:
+        cache = config.cache
+        own = next((t.cache.sampled for t in config.tenants if t.name == tenant), None)
+        self.ttl = cache.ttl
+        self.while_revalidate = cache.stale_while_revalidate
+        self.if_error = cache.stale_if_error
+        self.sampled = own or cache.sampled
+        for rule in cache.rules:
+            names = (model.name, model.target)
+            if (
+                any(fnmatch.fnmatchcase(name, rule.match.model) for name in names)
+                and fnmatch.fnmatchcase(tenant, rule.match.tenant)
+                and fnmatch.fnmatchcase(path, rule.match.path)
+            ):
+                self.ttl = cache.ttl if rule.ttl is None else rule.ttl
+                self.while_revalidate = _given(rule.stale_while_revalidate, self.while_revalidate)
+                self.if_error = _given(rule.stale_if_error, self.if_error)
+                self.sampled = rule.sampled or self.sampled
+                return
+
+
+def read_body(body: bytes) -> dict[str, Any]:
+    """Parses a request body; raises `BadRequest`."""
+    try:
+        return parse(body)
+    except BadBody as error:
+        raise BadRequest(str(error)) from None
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _label(request: Request, header: bytes) -> str:
+    value = request.header(header)
+    if value is None:
+        return ""
+    if not _NAME.fullmatch(value):
+        raise BadRequest(f"The header {header.decode()} must be 1 to 128 letters, digits, or any of . _ : / @ -")
+    return value
+
+
+def _tags(request: Request) -> tuple[str, ...]:
+    value = request.header(b"x-warmgate-tags")
+    if value is None:
+        return ()
+    tags = tuple(dict.fromkeys(tag.strip() for tag in value.split(",") if tag.strip()))
+    if len(tags) > _MAX_TAGS or not all(_NAME.fullmatch(tag) for tag in tags):
+        raise BadRequest(f"The header x-warmgate-tags must hold at most {_MAX_TAGS} names, separated by commas.")
+    return tags
+
+
+def _seconds(request: Request, header: bytes) -> float | None:
+    value = request.header(header)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit():
+        raise BadRequest(f"The header {header.decode()} must be a whole number of seconds.")
+    return min(float(value), _FOREVER)

@@ -1,0 +1,231 @@
+"""Relaying: one upstream call, read on its way to whoever follows it, and kept only on proof that it is complete.
+
+The relay is the producer of a `Flight`: it opens it with the upstream's head, pushes what arrives, and lands with what
+it learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from cache.response.entry import Entry
+from cache.response.flights import Flight
+from cache.response.keep import Keeper
+from cache.response.tags import Generations
+from gateway.clock import Clock
+from gateway.dialects.base import Answer, BrokenStream, Collector, Piece
+from gateway.encoding import Decoder, EncodingError, UnknownCoding, decoder
+from gateway.http import Headers, Request
+from gateway.plan import Plan, Planner
+from gateway.sse import Event, EventReader, EventTooLarge
+from gateway.upstreams.client import UpstreamError, UpstreamResponse
+from gateway.upstreams.headers import to_caller, to_upstream
+from gateway.upstreams.pool import Member
+from policies.cacheability import Outcome, storable
+
+WINDOW = 256 * 1024
+"""Bytes that an upstream may run ahead of the fastest reader."""
+RETRY_ELSEWHERE = frozenset((502, 503, 504, 529))
+"""Statuses by which an upstream says that another may do better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece."""
+
+    status: int
+    headers: Headers
+    upstream: str
+    stream: bool
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """How it ended: the answer, whether it was stored or why not, and what went wrong on the way, if anything."""
+
+    head: Head
+    answer: Answer
+    stored: bool
+    reason: str
+    failure: str = ""
+
+
+CallFlight = Flight[Head, Piece, Landed]
+
+
+def new_flight(bound: int) -> CallFlight:
+    """A flight for one upstream call that keeps at most ``bound`` bytes for late joiners and slow readers."""
+    return Flight(lambda piece: len(piece.asked), window=WINDOW, bound=bound)
+
+
+class Relay:
+    """Makes upstream calls for plans."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        keeper: Keeper,
+        generations: Generations,
+        clock: Clock,
+        accepted: Sequence[str],
+        max_entry: int,
+    ) -> None:
+        self._planner = planner
+        self._keeper = keeper
+        self._generations = generations
+        self._clock = clock
+        self._accepted = accepted
+        self._max_entry = max_entry
+        self.not_stored: dict[str, int] = {}
+
+    async def fly(
+        self, plan: Plan, request: Request, request_id: str, members: Sequence[Member], flight: CallFlight
+    ) -> Landed:
+        """The producer: calls the first of ``members`` that answers; raises `UpstreamError` when none does."""
+        born = self._clock.time()
+        stamped = self._generations.stamp(plan.scopes)
+        for position, member in enumerate(members):
+            last = position == len(members) - 1
+            with member.loaded():
+                try:
+                    response = await self._send(plan, request, request_id, member)
+                except UpstreamError:
+                    if last:
+                        raise
+                    continue
+                if response.status in RETRY_ELSEWHERE and not last:
+                    response.close()
+                    continue
+                landed = await self._read(plan, member, response, flight)
+            return self._keep(plan, landed, born, stamped)
+        raise UpstreamError("connect", "no upstream serves this model", sent=False)
+
+    async def _send(self, plan: Plan, request: Request, request_id: str, member: Member) -> UpstreamResponse:
+        headers = to_upstream(request, request_id, member.proof(request))
+        body = self._planner.salted(plan) if member.config.cache_salt else plan.outgoing
+        return await member.send("POST", plan.dialect.path, b"", headers, body)
+
+    async def _read(self, plan: Plan, member: Member, response: UpstreamResponse, flight: CallFlight) -> Landed:
+        kind = next((value for name, value in response.headers if name == b"content-type"), b"")
+        coding = next((value for name, value in response.headers if name == b"content-encoding"), None)
+        headers = to_caller(response.headers)
+        stream = response.status == 200 and kind.lower().startswith(b"text/event-stream")
+        try:
+            codec = decoder(coding) if coding else None
+        except UnknownCoding:
+            assert coding is not None
+            head = Head(response.status, [*headers, (b"content-encoding", coding)], member.name, False, False)
+            flight.open(head)
+            await _pass_on(response.chunks(), b"", flight)
+            return Landed(head, Answer(None, Outcome(fault="unknown content coding")), False, "")
+        async with aclosing(_decoded(response, codec)) as chunks:
+            if stream:
+                head = Head(response.status, headers, member.name, True, False)
+                flight.open(head)
+                answer, failure = await _read_stream(plan, chunks, flight)
+                return Landed(head, answer, False, "", failure)
+            return await self._read_plain(
+                plan, Head(response.status, headers, member.name, False, True), chunks, flight
+            )
+
+    async def _read_plain(
+        self, plan: Plan, head: Head, chunks: AsyncGenerator[bytes, None], flight: CallFlight
+    ) -> Landed:
+        """Holds the body back until it is whole, so that its fate is known when its head is sent; a large one is
+        passed on.
+        """
+        body = bytearray()
+        async for chunk in chunks:
+            body += chunk
+            if len(body) > self._max_entry:
+                head = Head(head.status, head.headers, head.upstream, False, False)
+                flight.open(head)
+                await _pass_on(chunks, bytes(body), flight)
+                return Landed(head, Answer(None, Outcome(fault="too large to keep")), False, "")
+        text = bytes(body)
+        if 200 <= head.status < 300:
+            answer = plan.dialect.read(plan.body, text)
+        else:
+            answer = Answer(None, Outcome(fault=f"status {head.status}"))
+        flight.open(head)
+        await flight.push(Piece.same(text))
+        return Landed(head, answer, False, "")
+
+    def _keep(self, plan: Plan, landed: Landed, born: float, stamped: dict[str, int]) -> Landed:
+        answer = landed.answer
+        if not plan.may_keep:
+            return landed
+        verdict = storable(answer.outcome, self._accepted)
+        reason = verdict.reason
+        if verdict.cacheable and answer.message is not None:
+            if self._keeper.fits(answer.message):
+                now = self._clock.time()
+                entry = Entry(
+                    fingerprint=plan.identity.fingerprint,
+                    born=born,
+                    expires=now + plan.lifetime.ttl,
+                    kept_until=now + plan.lifetime.kept,
+                    dialect=plan.dialect.name,
+                    model=plan.model.target,
+                    upstream=landed.head.upstream,
+                    generations=stamped,
+                    message=answer.message,
+                    usage=answer.usage,
+                )
+                self._keeper.keep(plan.identity.key, entry, now)
+                return Landed(landed.head, answer, True, "", landed.failure)
+            reason = "too large to keep"
+        label = reason.split(":")[0]
+        self.not_stored[label] = self.not_stored.get(label, 0) + 1
+        return Landed(landed.head, answer, False, reason, landed.failure)
+
+
+async def _read_stream(plan: Plan, chunks: AsyncGenerator[bytes, None], flight: CallFlight) -> tuple[Answer, str]:
+    """Passes events on as they come; a stream that breaks ends with exactly one error event, and no made-up end."""
+    collector = plan.dialect.collector(plan.body)
+    reader = EventReader()
+    failure = ""
+    try:
+        async for chunk in chunks:
+            for event in reader.feed(chunk):
+                await _push_event(collector, event, flight)
+    except (UpstreamError, EncodingError, BrokenStream, EventTooLarge) as error:
+        failure = str(error) or type(error).__name__
+    answer = collector.close()
+    if not collector.ended:
+        failure = failure or "the upstream's stream ended early"
+        await flight.push(
+            Piece.same(plan.dialect.error_event(f"The upstream failed in mid-stream: {failure}.", "upstream_error"))
+        )
+    if failure:
+        answer = Answer(None, Outcome(fault=answer.outcome.fault or f"incomplete: {failure}"), answer.usage)
+    return answer, failure
+
+
+async def _push_event(collector: Collector, event: Event, flight: CallFlight) -> None:
+    piece = collector.feed(event)
+    if piece.asked or piece.unasked:
+        await flight.push(piece)
+
+
+async def _decoded(response: UpstreamResponse, codec: Decoder | None) -> AsyncGenerator[bytes, None]:
+    """The body without its content coding; raises `EncodingError`, `UpstreamError`."""
+    try:
+        async for chunk in response.chunks():
+            data = codec.feed(chunk) if codec is not None else chunk
+            if data:
+                yield data
+        if codec is not None and (data := codec.finish()):
+            yield data
+    finally:
+        response.close()
+
+
+async def _pass_on(chunks: AsyncGenerator[bytes, None], begun: bytes, flight: CallFlight) -> None:
+    if begun:
+        await flight.push(Piece.same(begun))
+    async for chunk in chunks:
+        await flight.push(Piece.same(chunk))

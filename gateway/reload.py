@@ -1,0 +1,30 @@
+"""Taking a new configuration into use without dropping a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.config import Config, ConfigError
+from gateway.runtime import Runtime
+
+Source = Callable[[], Config]
+"""Reads the configuration anew; raises `ConfigError`."""
+
+
+class ReloadError(Exception):
+    """The configuration cannot be taken into use; the old one stays. The message says why, a line a fault."""
+
+
+def reload(runtime: Runtime, source: Source | None) -> None:
+    """Applies what ``source`` gives; raises `ReloadError`, and then nothing has changed."""
+    if source is None:
+        raise ReloadError("This gateway was started with a fixed configuration.")
+    try:
+        config = source()
+    except ConfigError as error:
+        raise ReloadError(str(error)) from None
+    old = runtime.config
+    fixed = [name for name in ("memory", "disk", "redis") if getattr(config.cache, name) != getattr(old.cache, name)]
+    if fixed:
+        raise ReloadError(f"A change of {', '.join(f'cache.{name}' for name in fixed)} needs a restart.")
+    runtime.apply(config)

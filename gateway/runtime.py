@@ -1,0 +1,186 @@
+"""Everything one gateway process holds, built from its configuration; a reload replaces what depends on it, and keeps
+the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from cache.response.entry import Entry
+from cache.response.faq import Faq, FaqError, load_faq
+from cache.response.keep import Keeper
+from cache.response.recall import Recall
+from cache.response.tags import Generations
+from cache.stores.base import SharedStore
+from cache.stores.breaker import Breaker, GuardedStore
+from cache.stores.disk import DiskStore
+from cache.stores.memory import MemoryStore
+from cache.stores.redis import RedisStore
+from gateway.clock import Clock, SystemClock
+from gateway.config import Config
+from gateway.ledger import Ledger
+from gateway.plan import Plan, Planner
+from gateway.relay import CallFlight, Relay
+from gateway.tenants import Tenants
+from gateway.upstreams.client import UpstreamClient
+from gateway.upstreams.pool import Pool
+
+log = logging.getLogger(__name__)
+
+FAQ_CHECK_EVERY = 1.0
+"""Seconds between looks at ``faq.yaml``."""
+FLIGHT_BOUND = 8
+"""Largest entries' worth of bytes that one flight may hold for late joiners and slow readers."""
+DISK_DEADLINE = 0.25
+"""Seconds a lookup on disk may take."""
+
+
+class Runtime:
+    """The parts of a gateway process. `open` before use, `close` at the end."""
+
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        self.client = UpstreamClient()
+        self.ledger = Ledger()
+        self.generations = Generations()
+        self.flights: dict[bytes, CallFlight] = {}
+        self.secret = b""
+        memory = config.cache.memory
+        self.memory: MemoryStore[Entry] | None = (
+            MemoryStore(memory.max_bytes, memory.eviction, clock=self.clock.time) if memory is not None else None
+        )
+        self.shared = _shared_store(config)
+        self.recall = Recall(self.memory, self.shared, self.generations)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._faq_seen: tuple[Path | None, float] = (None, 0.0)
+        self.faq = Faq()
+        self.apply(config)
+
+    def apply(self, config: Config) -> None:
+        """Takes a configuration into use; requests under way go on by the one they began with."""
+        self.config = config
+        cache = config.cache
+        self.flight_bound = FLIGHT_BOUND * cache.max_entry
+        self.tenants = Tenants(config, self.clock)
+        self.pool = Pool(config, self.client, self.clock)
+        self.planner = Planner(config, self.secret)
+        self.keeper = Keeper(self.memory, self.shared, cache.max_entry)
+        self.relay = Relay(self.planner, self.keeper, self.generations, self.clock, cache.store_finish, cache.max_entry)
+        self.read_faq()
+
+    async def open(self) -> None:
+        """Opens the stores, learns of past purges, and starts watching for new ones."""
+        self.secret = _secret(self.config)
+        self.planner = Planner(self.config, self.secret)
+        self.relay = Relay(
+            self.planner,
+            self.keeper,
+            self.generations,
+            self.clock,
+            self.config.cache.store_finish,
+            self.config.cache.max_entry,
+        )
+        if self.shared is not None:
+            await self.shared.open()
+            for scope, generation in (await self.shared.generations() or {}).items():
+                self.generations.learn(scope, generation)
+            self.background(self.shared.watch(self.generations.learn))
+        self.background(self._watch_faq())
+
+    async def close(self) -> None:
+        """Ends what runs behind requests, writes what is pending, and closes stores and connections."""
+        for task in self._tasks:
+            task.cancel()
+        await self.keeper.drain()
+        if self.shared is not None:
+            await self.shared.close()
+        await self.client.close()
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something that no request waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def curated(self, plan: Plan) -> bytes | None:
+        """The curated answer to a request, in its dialect's plain form."""
+        if not self.faq.entries:
+            return None
+        turns = plan.dialect.ask(plan.body).turns
+        if len(turns) != 1 or turns[0].role != "user" or turns[0].text is None:
+            return None
+        found = self.faq.find(turns[0].text, (plan.model.name, plan.model.target), self.clock.time())
+        return plan.dialect.curated(plan.body, plan.model.target, found.answer) if found is not None else None
+
+    async def purge(self, scope: str) -> bool:
+        """Raises the generation of a scope; False when other processes may not hear of it."""
+        generation = await self.shared.bump(scope) if self.shared is not None else None
+        self.generations.learn(scope, generation if generation is not None else int(self.clock.time() * 1000))
+        return self.shared is None or generation is not None
+
+    def read_faq(self) -> None:
+        """Reads ``faq.yaml`` if it has changed; faults are reported, and what was read before stays."""
+        path = self.config.faq.path
+        stamp = _modified(path)
+        if (path, stamp) == self._faq_seen:
+            return
+        self._faq_seen = (path, stamp)
+        if path is None:
+            self.faq = Faq()
+            return
+        try:
+            self.faq = load_faq(path)
+        except FaqError as error:
+            log.error("faq: %s", error)
+        for collision in self.faq.collisions():
+            log.warning("faq: %s", collision)
+
+    async def _watch_faq(self) -> None:
+        while True:
+            await asyncio.sleep(FAQ_CHECK_EVERY)
+            self.read_faq()
+
+
+def _shared_store(config: Config) -> GuardedStore | None:
+    cache = config.cache
+    store: SharedStore
+    if cache.redis is not None:
+        store = RedisStore(cache.redis.address(), cache.redis.prefix, cache.redis.timeout)
+        return GuardedStore(store, Breaker(deadline=cache.redis.timeout))
+    if cache.disk is not None:
+        store = DiskStore(cache.disk.path, cache.disk.max_bytes)
+        return GuardedStore(store, Breaker(deadline=DISK_DEADLINE))
+    return None
+
+
+def _secret(config: Config) -> bytes:
+    """The deployment's secret: configured, or made once and kept beside the disk cache, or for this process only."""
+    if config.secret is not None:
+        return config.secret.resolve().encode()
+    if config.cache.disk is None:
+        return secrets.token_bytes(32)
+    path = config.cache.disk.path / "secret"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+    except FileExistsError:
+        pass
+    except OSError as error:
+        log.warning("the secret for tenant salts cannot be kept in %s: %s", path, error.strerror)
+        return secrets.token_bytes(32)
+    return path.read_bytes()
+
+
+def _modified(path: Path | None) -> float:
+    try:
+        return path.stat().st_mtime if path is not None else 0.0
+    except OSError:
+        return -1.0

@@ -1,0 +1,66 @@
+"""Which headers cross the gateway, both ways: allow-lists, so that nothing of one caller reaches another by default."""
+
+from __future__ import annotations
+
+from gateway.http import HOP_BY_HOP, Headers, Request
+
+_TO_UPSTREAM = frozenset(
+    (
+        b"accept",
+        b"accept-language",
+        b"content-type",
+        b"idempotency-key",
+        b"traceparent",
+        b"tracestate",
+        b"user-agent",
+    )
+)
+_PREFIXES_TO_UPSTREAM = (b"openai-", b"anthropic-", b"x-stainless-")
+_CREDENTIALS = (b"authorization", b"x-api-key")
+
+_TO_CALLER = frozenset(
+    (b"content-type", b"content-language", b"request-id", b"retry-after", b"retry-after-ms", b"x-should-retry")
+)
+_PREFIXES_TO_CALLER = (b"openai-", b"anthropic-", b"x-ratelimit-", b"ratelimit")
+
+_OURS = (b"x-warmgate-", b"x-forwarded-")
+_NEVER_BACK = frozenset((b"set-cookie", b"content-length", b"x-request-id"))
+
+
+def credentials(api: str, api_key: str | None, request: Request, *, open_gateway: bool) -> Headers:
+    """What proves us to the upstream: its configured key; without one, on an open gateway, the caller's own.
+
+    A caller's key for this gateway never leaves it.
+    """
+    if api_key is not None:
+        return (
+            [(b"x-api-key", api_key.encode())]
+            if api == "anthropic"
+            else [(b"authorization", b"Bearer " + api_key.encode())]
+        )
+    return [(name, value) for name, value in request.headers if name in _CREDENTIALS] if open_gateway else []
+
+
+def to_upstream(request: Request, request_id: str, proof: Headers) -> Headers:
+    """Request headers for a known endpoint. No content coding is invited, since the answer is read on its way."""
+    kept = [(n, v) for n, v in request.headers if n in _TO_UPSTREAM or n.startswith(_PREFIXES_TO_UPSTREAM)]
+    return [*kept, (b"accept-encoding", b"identity"), (b"x-request-id", request_id.encode()), *proof]
+
+
+def to_caller(headers: Headers) -> Headers:
+    """Response headers of a known endpoint that concern the caller whose request went upstream."""
+    return [(n, v) for n, v in headers if n in _TO_CALLER or n.startswith(_PREFIXES_TO_CALLER)]
+
+
+def through_to_upstream(request: Request, request_id: str, proof: Headers) -> Headers:
+    """Request headers of an endpoint that is passed through untouched: all but what belongs to this hop or this
+    gateway.
+    """
+    dropped = (*_CREDENTIALS, b"cookie", b"x-request-id", b"host", b"content-length")
+    kept = [(n, v) for n, v in request.headers if n not in HOP_BY_HOP and n not in dropped and not n.startswith(_OURS)]
+    return [*kept, (b"x-request-id", request_id.encode()), *proof]
+
+
+def through_to_caller(headers: Headers) -> Headers:
+    """Response headers of an endpoint that is passed through untouched."""
+    return [(n, v) for n, v in headers if n not in HOP_BY_HOP and n not in _NEVER_BACK]

@@ -1,0 +1,116 @@
+"""The upstreams of this gateway: which of them serve a model, how loaded each is, and where a request for it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import orjson
+
+from gateway.clock import Clock
+from gateway.config import Config, SecretError, Upstream
+from gateway.http import Headers, Request
+from gateway.upstreams.client import Origin, Timeouts, UpstreamClient, UpstreamError, UpstreamResponse
+from gateway.upstreams.headers import credentials
+
+log = logging.getLogger(__name__)
+
+LIST_FOR = 60.0
+"""Seconds that an upstream's own list of models is believed."""
+ASK_AGAIN_AFTER = 5.0
+"""Seconds after which the list is asked for again because of a model that is not on it."""
+_MAX_LIST = 4 * 1024 * 1024
+
+
+class Member:
+    """One upstream: its address, its load, and the models it serves."""
+
+    def __init__(self, config: Upstream, client: UpstreamClient, *, open_gateway: bool) -> None:
+        url = urlsplit(config.url)
+        host, secure = url.hostname or "", url.scheme == "https"
+        self.config = config
+        self.name = config.name
+        self.in_flight = 0
+        self.origin = Origin(url.scheme, host, url.port or (443 if secure else 80))
+        self._base = url.path.rstrip("/").removesuffix("/v1").encode()
+        self._client = client
+        self._open_gateway = open_gateway
+        self._timeouts = Timeouts(**config.timeouts.model_dump())
+        self._listed: frozenset[str] | None = None
+        self._listed_at = -1e9
+        self._asking = asyncio.Lock()
+
+    @property
+    def known_models(self) -> frozenset[str] | None:
+        """The models it is known to serve; None when it could not be asked, which may mean any."""
+        return frozenset(self.config.models) if self.config.models is not None else self._listed
+
+    def proof(self, request: Request) -> Headers:
+        """The credentials for a request to it; raises `UpstreamError` when its key cannot be read."""
+        try:
+            key = self.config.api_key.resolve() if self.config.api_key is not None else None
+        except SecretError as error:
+            raise UpstreamError("connect", f"upstreams.{self.name}.api_key: {error}", sent=False) from None
+        return credentials(self.config.api, key, request, open_gateway=self._open_gateway)
+
+    async def send(self, method: str, path: str, query: bytes, headers: Headers, body: bytes) -> UpstreamResponse:
+        """Sends a request to ``path`` (``/v1/…``) under this upstream's base address."""
+        target = self._base + path.encode() + (b"?" + query if query else b"")
+        return await self._client.send(self.origin, method, target, headers, body, self._timeouts)
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Counts one request from the decision to the end of its answer, whatever the end."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    async def learn_models(self, now: float, max_age: float, asker: Request) -> None:
+        """Asks ``/v1/models`` unless the list is younger than ``max_age`` seconds; a failure leaves what was known."""
+        if self.config.models is not None or now - self._listed_at < max_age:
+            return
+        async with self._asking:
+            if now - self._listed_at < max_age:
+                return
+            try:
+                headers = [(b"accept", b"application/json"), *self.proof(asker)]
+                response = await self.send("GET", "/v1/models", b"", headers, b"")
+                body = orjson.loads(await response.read(_MAX_LIST))
+                self._listed = frozenset(str(model["id"]) for model in body["data"]) if response.status == 200 else None
+                self._listed_at = now
+            except (UpstreamError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+                log.warning("upstream %s did not tell its models: %s", self.name, error or type(error).__name__)
+
+
+class Pool:
+    """All upstreams. Models are those configured, or those each upstream lists itself."""
+
+    def __init__(self, config: Config, client: UpstreamClient, clock: Clock) -> None:
+        self.members = [Member(upstream, client, open_gateway=config.open) for upstream in config.upstreams]
+        self._clock = clock
+
+    async def serving(self, model: str, asker: Request) -> list[Member]:
+        """The upstreams that serve ``model``, least loaded first; those that could not be asked come last. Empty:
+        nobody does.
+        """
+        await self._learn(LIST_FOR, asker)
+        if not any(model in (member.known_models or ()) for member in self.members):
+            await self._learn(ASK_AGAIN_AFTER, asker)
+        fitting = [member for member in self.members if member.known_models is None or model in member.known_models]
+        return sorted(fitting, key=lambda member: (member.known_models is None, member.in_flight))
+
+    async def models(self, asker: Request) -> dict[str, str]:
+        """Every model known to be served, with the name of an upstream that serves it."""
+        await self._learn(LIST_FOR, asker)
+        return {model: member.name for member in reversed(self.members) for model in sorted(member.known_models or ())}
+
+    async def _learn(self, max_age: float, asker: Request) -> None:
+        now = self._clock.monotonic()
+        stale = [m for m in self.members if m.config.models is None]
+        if stale:
+            await asyncio.gather(*(member.learn_models(now, max_age, asker) for member in stale))
