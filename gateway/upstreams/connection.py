@@ -27,7 +27,8 @@ class Timeouts:
 
 
 class StaleConnection(UpstreamError):
-    """The upstream had closed this kept connection before our request came; it is safe to ask again."""
+    """The connection died with the request's arrival, before a byte of an answer. If it was a kept one, the upstream
+    had closed it before and never saw the request: it is safe to ask again."""
 
 
 class Connection(asyncio.Protocol):
@@ -49,7 +50,6 @@ class Connection(asyncio.Protocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport
         self._parser: httptools.HttpResponseParser | None = None
-        self._used = False  # has carried a whole exchange before
         self._reading = True
 
         # The exchange under way.
@@ -195,7 +195,7 @@ class Connection(asyncio.Protocol):
         if status < 200:
             self._headers = []
             return
-        if self._unframed > MAX_HEAD and sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD:
+        if self._unframed > MAX_HEAD and sum(len(n) + len(v) + 4 for n, v in self._headers) > MAX_HEAD:
             raise ValueError("headers too large")
         if self._head is None or self._head.done():
             raise ValueError("nobody waits for it any more")
@@ -234,10 +234,9 @@ class Connection(asyncio.Protocol):
     def _release(self) -> None:
         response, self._response = self._response, None
         self._busy = False
-        self._used = True
         if response is not None:
             response.finish()
-        if self._reusable and self.usable:
+        if self._reusable:
             self.resume()
             self._on_idle(self)
         else:
@@ -248,7 +247,6 @@ class Connection(asyncio.Protocol):
         head, response = self._head, self._response
         stale = (
             kind == "reset"
-            and self._used
             and head is not None
             and self._unframed == 0
             and self._loop.time() - self._sent_at < STALE_WINDOW

@@ -1,7 +1,7 @@
 """What an upstream answered: status and headers at once, the body as it comes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Literal, Protocol
 
 HIGH_WATER = 256 * 1024  # bytes waiting for a slow consumer before the connection stops reading
@@ -57,7 +57,12 @@ class UpstreamResponse:
         """Whether the whole body has arrived, as its framing says (it may still wait to be read)."""
         return self._complete
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    @property
+    def buffered(self) -> int:
+        """Bytes that have arrived and wait for the consumer."""
+        return self._buffered
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body, once, in order: transfer-decoded, not content-decoded. What piled up comes as one chunk.
 
         Raises UpstreamError on a reset, a short body or a timeout, after all that had arrived before. Leaving the
