@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.response.faq import FaqError, load_faq
-from gateway.config import Config, ConfigError, load_config, unreadable_secrets
+from gateway.config import ConfigError, load_config
 from gateway.config.units import parse_time
+from gateway.source import Source, shortcomings
 from gateway.supervisor import StartError, Supervisor, engine_command, say
 from gateway.supervisor.greeting import overview
 
@@ -54,19 +54,11 @@ def serve(
 
     SIGTERM or Ctrl-C finishes the open requests and ends; SIGHUP reads the configuration again.
     """
-    flags = {
-        "listen": {"host": host, "port": port, "workers": workers},
-        "engine": "off" if no_engine else None,
-    }
-
-    def read() -> Config:
-        found = _read(config, flags)
-        if faults := [*unreadable_secrets(found), *_faq_faults(found)]:
-            raise ConfigError(faults)
-        return found
+    listen = {"host": host, "port": port, "workers": workers}
+    source = _source(config, {"listen": listen, "engine": "off" if no_engine else None})
 
     async def run() -> None:
-        await Supervisor(read(), read).run()
+        await Supervisor(source).run()
 
     asyncio.run(run())
 
@@ -84,9 +76,10 @@ def engine(context: typer.Context) -> None:
 @app.command()
 def check(config: ConfigOption = None) -> None:
     """Check the configuration, and say what it would run."""
-    found = _read(config, {})
+    source = _source(config, {})
+    found = load_config(source.path, os.environ, source.flags)
     typer.echo(overview(found))
-    if faults := [*unreadable_secrets(found), *_faq_faults(found)]:
+    if faults := shortcomings(found):
         raise ConfigError(faults)
     typer.echo("The configuration is good.")
 
@@ -141,20 +134,10 @@ def main() -> None:
     sys.exit(2)
 
 
-def _read(path: Path | None, flags: dict[str, Any]) -> Config:
+def _source(path: Path | None, flags: dict[str, Any]) -> Source:
     if path is None and DEFAULT_FILE.is_file():
         path = DEFAULT_FILE
-    return load_config(path, os.environ, flags)
-
-
-def _faq_faults(config: Config) -> list[str]:
-    """What is wrong with the curated answers, one sentence each."""
-    if config.faq.path is None:
-        return []
-    try:
-        return [f"faq.path: {collision}" for collision in load_faq(config.faq.path).collisions()]
-    except FaqError as error:
-        return [f"faq.path: {problem}" for problem in error.problems]
+    return Source(path and path.absolute(), flags)
 
 
 def _moment(text: str) -> float:

@@ -10,11 +10,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, EngineConfig, Upstream
+from gateway.source import Source, adopted
 from gateway.supervisor.children import Child, end, ending, environment, python_module
 from gateway.supervisor.greeting import address, greeting
 from gateway.supervisor.listening import StartError, bind, free_port
@@ -22,6 +22,7 @@ from gateway.supervisor.probe import get
 
 USAGE_ERROR = 2  # a child that exits with this said in one sentence what must be changed: starting it again is no use
 DRAIN_SECONDS = 30.0
+FLUSH_SECONDS = 5.0  # for a worker to close its stores after its last request
 ENGINE_SECONDS = 10.0  # for the engine to end, once nobody waits for it any more
 PROGRESS_SECONDS = 10.0
 
@@ -41,29 +42,28 @@ class Backoff:
 
 
 class Supervisor:
-    """Runs one deployment. ``reload`` reads the configuration again (ConfigError keeps the old one)."""
+    """Runs one deployment. Raises ConfigError and StartError where it cannot."""
 
     def __init__(
         self,
-        config: Config,
-        reload: Callable[[], Config],
+        source: Source,
         *,
         worker_command: list[str] | None = None,
         engine_command: list[str] | None = None,
         backoff: Backoff = Backoff(),
     ) -> None:
-        self._read_again = reload
+        self._source = source
         self._worker_command = worker_command or python_module("gateway.worker")
         self._engine_command = engine_command
         self._backoff = backoff
         self._ready = False
         self._stopping = asyncio.Event()
         self._failure: StartError | None = None
+        config = source.read()
         self._sockets = bind(config.listen.host, config.listen.port, config.listen.workers)
         port = self._sockets[0].getsockname()[1]
-        self._listen = config.listen.model_copy(update={"port": port})
         self._engine = self._engine_child(config.engine) if config.engine else None
-        self.config = self._completed(config)
+        self.config = self._completed(config, port)
         self.workers = [self._worker_child(index, item) for index, item in enumerate(self._sockets)]
 
     async def run(self) -> None:
@@ -94,18 +94,20 @@ class Supervisor:
     def reload(self) -> None:
         """Reads the configuration again and hands it to every worker; what is wrong with it changes nothing."""
         try:
-            config = self._read_again()
+            config = self._source.read()
         except ConfigError as error:
             say("the configuration was not reloaded:")
             for message in error.messages:
                 say(f"  {message}")
             return
-        fixed = {"listen": self.config.listen, "engine": self.config.engine}
-        if config.listen.model_copy(update={"port": config.listen.port or self._listen.port}) != self._listen:
-            say("changes of 'listen' take effect at the next start")
-        if config.engine != self.config.engine:
-            say("changes of 'engine' take effect at the next start")
-        self.config = self._completed(config.model_copy(update=fixed))
+        listen = config.listen.model_copy(update={"port": config.listen.port or self.config.listen.port})
+        for name, new, running in (
+            ("listen", listen, self.config.listen),
+            ("engine", config.engine, self.config.engine),
+        ):
+            if new != running:
+                say(f"changes of '{name}' take effect at the next start")
+        self.config = adopted(config, self.config)
         for child in self.workers:
             child.send()
         say("configuration reloaded")
@@ -113,7 +115,7 @@ class Supervisor:
     # Children
 
     def _worker_child(self, index: int, listener: socket.socket) -> Child:
-        command = [*self._worker_command, str(listener.fileno()), str(DRAIN_SECONDS)]
+        command = [*self._worker_command, str(listener.fileno()), str(DRAIN_SECONDS), self._source.to_json()]
         return Child(f"gateway worker {index + 1}", command, (listener.fileno(),), self._worker_feed)
 
     def _worker_feed(self) -> bytes:
@@ -128,28 +130,32 @@ class Supervisor:
             command += ["--kv-cache", str(engine.kv_cache.device)]
         return Child("engine", command)
 
-    def _completed(self, config: Config) -> Config:
-        """The configuration as workers see it: the port that was bound, and the embedded engine among the upstreams."""
-        upstreams = tuple(upstream for upstream in config.upstreams if upstream.name != ENGINE_UPSTREAM)
+    def _completed(self, config: Config, port: int) -> Config:
+        """The configuration as workers see it: the port that was bound, the embedded engine among the upstreams."""
+        upstreams = config.upstreams
         if self._engine:
             url = f"http://127.0.0.1:{self._engine_port}"
             upstreams += (Upstream(name=ENGINE_UPSTREAM, url=url, cache_salt=True),)
-        else:
-            upstreams = config.upstreams
-        return config.model_copy(update={"listen": self._listen, "upstreams": upstreams})
+        listen = config.listen.model_copy(update={"port": port})
+        return config.model_copy(update={"listen": listen, "upstreams": upstreams})
 
     async def _keep(self, child: Child) -> None:
         """Starts the child, and starts it again whenever it dies, until the end."""
         loop, wait, early = asyncio.get_running_loop(), self._backoff.first, 0
         while not self._stopping.is_set():
             began = loop.time()
-            code = await (await child.start()).wait()
+            process = await child.start()
+            if self._stopping.is_set():  # meanwhile; the draining did not see this process yet
+                process.terminate()
+            code = await process.wait()
             if self._stopping.is_set():
                 return
             if not self._ready:
                 early += 1
                 if code == USAGE_ERROR or early >= self._backoff.early_deaths:
-                    self._fail(StartError(f"the {child.name} could not be started", told=code == USAGE_ERROR))
+                    self._fail(
+                        StartError(f"the {child.name} could not be started ({ending(code)})", told=code == USAGE_ERROR)
+                    )
                     return
             if loop.time() - began >= self._backoff.good_run:
                 wait = self._backoff.first
@@ -177,7 +183,7 @@ class Supervisor:
             say(f"stopping; open requests have {DRAIN_SECONDS:g} s to finish")
         for listener in self._sockets:
             listener.close()
-        if not await end(self.workers, DRAIN_SECONDS + 1):
+        if not await end(self.workers, DRAIN_SECONDS + FLUSH_SECONDS):
             say("some requests took too long and were cut off")
         if self._engine:
             await end([self._engine], ENGINE_SECONDS)
@@ -186,7 +192,7 @@ class Supervisor:
 
     async def _announce(self) -> None:
         """Says what is being waited for, and at the end how to try it."""
-        host, port = self._listen.host, self._listen.port
+        host, port = self.config.listen.host, self.config.listen.port
         if self._engine and self.config.engine:
             say(f"starting the engine with the model {self.config.engine.model}")
         elif not self.config.upstreams:

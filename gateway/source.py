@@ -1,0 +1,57 @@
+"""Where the configuration comes from, so that it can be read again while the gateway runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cache.response.faq import FaqError, load_faq
+from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, load_config, unreadable_secrets
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file (or none) and the flags of the command line; the environment is the process's own."""
+
+    path: Path | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self) -> Config:
+        """The configuration, its secrets and curated answers checked as well. Raises ConfigError."""
+        config = load_config(self.path, os.environ, self.flags)
+        if faults := shortcomings(config):
+            raise ConfigError(faults)
+        return config
+
+    def to_json(self) -> str:
+        return json.dumps({"path": str(self.path) if self.path else None, "flags": self.flags})
+
+    @classmethod
+    def from_json(cls, text: str) -> Source:
+        data = json.loads(text)
+        return cls(Path(data["path"]) if data["path"] else None, data["flags"])
+
+
+def shortcomings(config: Config) -> list[str]:
+    """What a well-formed configuration still lacks, one sentence each: secrets, usable curated answers."""
+    return [*unreadable_secrets(config), *_faq_faults(config)]
+
+
+def adopted(new: Config, running: Config) -> Config:
+    """``new`` as a running gateway takes it over: the port stays bound, the embedded engine as it was started."""
+    engine = [upstream for upstream in running.upstreams if running.engine and upstream.name == ENGINE_UPSTREAM]
+    upstreams = (*new.upstreams, *engine)
+    return new.model_copy(update={"listen": running.listen, "engine": running.engine, "upstreams": upstreams})
+
+
+def _faq_faults(config: Config) -> list[str]:
+    if config.faq.path is None:
+        return []
+    try:
+        return [f"faq.path: {collision}" for collision in load_faq(config.faq.path).collisions()]
+    except FaqError as error:
+        return [f"faq.path: {problem}" for problem in error.problems]
