@@ -12,8 +12,8 @@ V = TypeVar("V")
 Key = bytes  # the class below has a property of that name
 
 # Bytes that one entry costs beside key and value: dictionary slots, tuple and queue nodes here and in the policy, and
-# the keys of evicted entries that S3-FIFO remembers (measured with full stores: 410 to 600).
-OVERHEAD = 600
+# the keys of evicted entries that S3-FIFO remembers (measured with full stores: 410 to 650).
+OVERHEAD = 650
 
 
 class MemoryStore(Generic[V]):
