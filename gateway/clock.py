@@ -16,5 +16,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clock."""
 
-    time = staticmethod(time.time)
-    monotonic = staticmethod(time.monotonic)
+    def time(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()

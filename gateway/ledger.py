@@ -13,8 +13,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Outcome = Literal["exact", "semantic", "faq", "stale", "coalesced", "miss", "bypass", "error", "denied"]
-OUTCOMES: tuple[Outcome, ...] = ("exact", "semantic", "faq", "stale", "coalesced", "miss", "bypass", "error", "denied")
+Outcome = Literal["exact", "semantic", "faq", "stale", "coalesced", "miss", "bypass", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("exact", "semantic", "faq", "stale", "coalesced", "miss", "bypass", "error")
 SAVED = frozenset(("exact", "semantic", "faq", "stale", "coalesced"))
 
 BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -90,7 +90,7 @@ class Ledger:
             totals.unknown_usage += 1
         self.recent.append(row)
 
-    def summary(self, by: tuple[str, ...] = ("outcome",)) -> list[dict[str, object]]:
+    def summary(self, by: tuple[str, ...] = ("outcome",)) -> list[dict[str, str | int]]:
         """Sums by the named parts of `Group`, with upstream, served and saved tokens."""
         sums: dict[tuple[str, ...], dict[str, int]] = {}
         for group, totals in self.totals.items():

@@ -71,7 +71,7 @@ class _Scrape(Collector):
                 "warmgate_memory_evictions", "Entries evicted from the memory tier.", value=runtime.memory.evictions
             )
         not_stored = CounterMetricFamily("warmgate_not_stored", "Answers not stored, by reason.", labels=["reason"])
-        for reason, count in runtime.relay.not_stored.items():
+        for reason, count in runtime.not_stored.items():
             not_stored.add_metric([reason], count)
         yield not_stored
         bad = CounterMetricFamily(

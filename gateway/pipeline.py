@@ -62,7 +62,6 @@ class Pipeline:
         try:
             response = await self._admitted(exchange)
         except Denied as denied:
-            exchange.row.outcome = "denied"
             retry = [(b"retry-after", b"%d" % denied.retry_after)] if denied.retry_after is not None else []
             response = self._error(exchange, denied.status, denied.message, denied.code, retry)
         except BadRequest as error:
@@ -196,7 +195,7 @@ class Pipeline:
 
     def _take_off(self, exchange: Exchange, plan: Plan, members: list[Member], *, shared: bool) -> CallFlight:
         runtime = self._runtime
-        flight = new_flight(runtime.flight_bound)
+        flight = new_flight()
         flights, key = runtime.flights, plan.identity.key
 
         def over() -> None:

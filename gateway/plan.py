@@ -20,7 +20,7 @@ from gateway.config import Config
 from gateway.dialects.base import Dialect
 from gateway.http import Request
 from gateway.tenants import Caller
-from policies.cacheability import Verdict, judge
+from policies.cacheability import Sampled, Verdict, judge
 from policies.freshness import Directives, Lifetime, parse_cache_control
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
@@ -127,7 +127,7 @@ class Planner:
         asked_ttl = _seconds(request, b"x-warmgate-ttl")
         rule = _Rule(self._config, caller.tenant, model, dialect.path)
         opted_in = bool(asked_ttl) or bool(directives.max_age) or directives.only_if_cached
-        sampled = "faq" if model.faq and rule.sampled == "never" else rule.sampled
+        sampled: Sampled = "faq" if model.faq and rule.sampled == "never" else rule.sampled
         ask = dialect.ask(body)
         temperature_zero = ask.always_deterministic or (ask.temperature is not None and ask.temperature == 0)
         scope = Scope(
@@ -191,7 +191,7 @@ class _Rule:
         self.ttl = cache.ttl
         self.while_revalidate = cache.stale_while_revalidate
         self.if_error = cache.stale_if_error
-        self.sampled = own or cache.sampled
+        self.sampled: Sampled = own if own is not None else cache.sampled
         for rule in cache.rules:
             names = (model.name, model.target)
             if (
@@ -202,7 +202,7 @@ class _Rule:
                 self.ttl = cache.ttl if rule.ttl is None else rule.ttl
                 self.while_revalidate = _given(rule.stale_while_revalidate, self.while_revalidate)
                 self.if_error = _given(rule.stale_if_error, self.if_error)
-                self.sampled = rule.sampled or self.sampled
+                self.sampled = rule.sampled if rule.sampled is not None else self.sampled
                 return
 
 

@@ -6,6 +6,7 @@ it learnt.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from cache.response.flights import Flight
 from cache.response.keep import Keeper
 from cache.response.tags import Generations
 from gateway.clock import Clock
+from gateway.config import Cache
 from gateway.dialects.base import Answer, BrokenStream, Collector, Piece
 from gateway.encoding import Decoder, EncodingError, UnknownCoding, decoder
 from gateway.http import Headers, Request
@@ -27,6 +29,8 @@ from policies.cacheability import Outcome, storable
 
 WINDOW = 256 * 1024
 """Bytes that an upstream may run ahead of the fastest reader."""
+BOUND = 8 * 1024 * 1024
+"""Bytes that one flight holds for late joiners and slow readers."""
 RETRY_ELSEWHERE = frozenset((502, 503, 504, 529))
 """Statuses by which an upstream says that another may do better."""
 
@@ -56,9 +60,9 @@ class Landed:
 CallFlight = Flight[Head, Piece, Landed]
 
 
-def new_flight(bound: int) -> CallFlight:
-    """A flight for one upstream call that keeps at most ``bound`` bytes for late joiners and slow readers."""
-    return Flight(lambda piece: len(piece.asked), window=WINDOW, bound=bound)
+def new_flight() -> CallFlight:
+    """A flight for one upstream call."""
+    return Flight(lambda piece: len(piece.asked), window=WINDOW, bound=BOUND)
 
 
 class Relay:
@@ -70,16 +74,16 @@ class Relay:
         keeper: Keeper,
         generations: Generations,
         clock: Clock,
-        accepted: Sequence[str],
-        max_entry: int,
+        cache: Cache,
+        not_stored: Counter[str],
     ) -> None:
         self._planner = planner
         self._keeper = keeper
         self._generations = generations
         self._clock = clock
-        self._accepted = accepted
-        self._max_entry = max_entry
-        self.not_stored: dict[str, int] = {}
+        self._accepted = cache.store_finish
+        self._max_entry = cache.max_entry
+        self._not_stored = not_stored
 
     async def fly(
         self, plan: Plan, request: Request, request_id: str, members: Sequence[Member], flight: CallFlight
@@ -161,7 +165,7 @@ class Relay:
         verdict = storable(answer.outcome, self._accepted)
         reason = verdict.reason
         if verdict.cacheable and answer.message is not None:
-            if self._keeper.fits(answer.message):
+            if len(answer.message) <= self._max_entry:
                 now = self._clock.time()
                 entry = Entry(
                     fingerprint=plan.identity.fingerprint,
@@ -178,8 +182,7 @@ class Relay:
                 self._keeper.keep(plan.identity.key, entry, now)
                 return Landed(landed.head, answer, True, "", landed.failure)
             reason = "too large to keep"
-        label = reason.split(":")[0]
-        self.not_stored[label] = self.not_stored.get(label, 0) + 1
+        self._not_stored[reason.split(":")[0]] += 1
         return Landed(landed.head, answer, False, reason, landed.failure)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 
 FAQ_CHECK_EVERY = 1.0
 """Seconds between looks at ``faq.yaml``."""
-FLIGHT_BOUND = 8
-"""Largest entries' worth of bytes that one flight may hold for late joiners and slow readers."""
 DISK_DEADLINE = 0.25
 """Seconds a lookup on disk may take."""
 
@@ -50,13 +49,15 @@ class Runtime:
         self.ledger = Ledger()
         self.generations = Generations()
         self.flights: dict[bytes, CallFlight] = {}
-        self.secret = b""
+        self.not_stored: Counter[str] = Counter()
+        self.secret = _secret(config)
         memory = config.cache.memory
         self.memory: MemoryStore[Entry] | None = (
             MemoryStore(memory.max_bytes, memory.eviction, clock=self.clock.time) if memory is not None else None
         )
         self.shared = _shared_store(config)
         self.recall = Recall(self.memory, self.shared, self.generations)
+        self.keeper = Keeper(self.memory, self.shared)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._faq_seen: tuple[Path | None, float] = (None, 0.0)
         self.faq = Faq()
@@ -65,27 +66,14 @@ class Runtime:
     def apply(self, config: Config) -> None:
         """Takes a configuration into use; requests under way go on by the one they began with."""
         self.config = config
-        cache = config.cache
-        self.flight_bound = FLIGHT_BOUND * cache.max_entry
         self.tenants = Tenants(config, self.clock)
         self.pool = Pool(config, self.client, self.clock)
         self.planner = Planner(config, self.secret)
-        self.keeper = Keeper(self.memory, self.shared, cache.max_entry)
-        self.relay = Relay(self.planner, self.keeper, self.generations, self.clock, cache.store_finish, cache.max_entry)
+        self.relay = Relay(self.planner, self.keeper, self.generations, self.clock, config.cache, self.not_stored)
         self.read_faq()
 
     async def open(self) -> None:
         """Opens the stores, learns of past purges, and starts watching for new ones."""
-        self.secret = _secret(self.config)
-        self.planner = Planner(self.config, self.secret)
-        self.relay = Relay(
-            self.planner,
-            self.keeper,
-            self.generations,
-            self.clock,
-            self.config.cache.store_finish,
-            self.config.cache.max_entry,
-        )
         if self.shared is not None:
             await self.shared.open()
             for scope, generation in (await self.shared.generations() or {}).items():

@@ -61,7 +61,7 @@ class Outcome:
 
 
 def judge(ask: Ask, *, sampled: Sampled, opted_in: bool) -> Verdict:
-    """Judges a request. ``sampled`` is the operator's setting for this model, ``opted_in`` the caller's explicit wish."""
+    """Judges a request. ``sampled``: the operator's setting for this model; ``opted_in``: the caller's explicit wish."""
     if ask.side_effects:
         return Verdict(False, f"side effect: {ask.side_effects}")
     if opted_in:

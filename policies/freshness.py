@@ -14,7 +14,7 @@ Freshness = Literal["fresh", "stale", "revalidate", "expired"]
 
 @dataclass(frozen=True, slots=True)
 class Directives:
-    """A request's ``Cache-Control``; None where a directive was not given. ``max_stale`` without a value is infinite."""
+    """A request's ``Cache-Control``; None where a directive was not given; a bare ``max-stale`` is infinite."""
 
     no_cache: bool = False
     no_store: bool = False
@@ -26,7 +26,7 @@ class Directives:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long an answer is fresh, and how long after that it may serve while being renewed or when the upstream fails."""
+    """How long an answer is fresh, and how long it may serve after that, while renewed or when the upstream fails."""
 
     ttl: float
     while_revalidate: float = 0.0

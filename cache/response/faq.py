@@ -64,12 +64,11 @@ class Faq:
         found: list[str] = []
         for question, entries in self._by_question.items():
             for index, entry in enumerate(entries):
-                for other in entries[index + 1 :]:
-                    if "*" in entry.models or "*" in other.models or set(entry.models) & set(other.models):
-                        found.append(
-                            f"two entries answer {question!r} (as {entry.ask[0]!r} and as {other.ask[0]!r}), "
-                            "so neither is served"
-                        )
+                found += [
+                    f"two entries answer {question!r} ({entry.ask[0]!r} and {other.ask[0]!r}), so neither is served"
+                    for other in entries[index + 1 :]
+                    if "*" in entry.models or "*" in other.models or set(entry.models) & set(other.models)
+                ]
         return found
 
 

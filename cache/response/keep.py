@@ -15,16 +15,11 @@ MAX_WRITES_IN_FLIGHT = 1024
 class Keeper:
     """Writes entries. ``skipped`` counts shared writes given up because too many were waiting."""
 
-    def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None, max_entry: int) -> None:
+    def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None) -> None:
         self._memory = memory
         self._shared = shared
-        self._max_entry = max_entry
         self._writes: set[asyncio.Task[bool]] = set()
         self.skipped = 0
-
-    def fits(self, message: bytes) -> bool:
-        """Whether a message is small enough to be kept."""
-        return len(message) <= self._max_entry
 
     def keep(self, key: bytes, entry: Entry, now: float) -> None:
         """Stores an entry until its ``kept_until``."""

@@ -24,7 +24,7 @@ _TO_CALLER = frozenset(
 _PREFIXES_TO_CALLER = (b"openai-", b"anthropic-", b"x-ratelimit-", b"ratelimit")
 
 _OURS = (b"x-warmgate-", b"x-forwarded-")
-_NEVER_BACK = frozenset((b"set-cookie", b"content-length", b"x-request-id"))
+_NEVER_BACK = frozenset((b"set-cookie", b"content-length", b"date", b"server", b"x-request-id"))
 
 
 def credentials(api: str, api_key: str | None, request: Request, *, open_gateway: bool) -> Headers:
