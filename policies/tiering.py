@@ -108,6 +108,7 @@ def decide(
     costs: Mapping[str, Cost],
     prefill: Cost,
     now: float,
+    start: int = 0,
     step: int = 1,
     margin: float = 1.0,
     probe_after: float = 30.0,
@@ -120,12 +121,17 @@ def decide(
         costs: per tier, seconds by bytes loaded.
         prefill: seconds by tokens computed.
         now: on the clock of the observations.
-        step: the number fetched must be a multiple of it: a prefill chunk in blocks, so that a hit and a cold run share
-            their chunk boundaries.
+        start: index in the prompt of the first block wanted (the blocks before it are on the device).
+        step: fetching must end at a multiple of it in the prompt: a prefill chunk in blocks, so that a hit and a cold
+            run share their chunk boundaries.
         margin: a fetch must be expected to take less than recomputing divided by this.
         probe_after: seconds after which a tier that keeps losing is measured again with one step of blocks.
     """
-    total = sum(count for _, count in held) // step * step
+
+    def whole(end: int) -> int:
+        return max(0, (start + end) // step * step - start)
+
+    total = whole(sum(count for _, count in held))
     if not total:
         return _decision(held, 0, None, None, "none")
     if prefill.per_unit is None:
@@ -135,15 +141,15 @@ def decide(
     best, best_gain, end = 0, 0.0, 0
     for _, count in held:
         end += count
-        cut = end // step * step
+        cut = whole(end)
         seconds = _seconds(held, cut, block_bytes, costs) or 0.0  # unmeasured: hope for the best, and know afterwards
         gain = cut * per_block - seconds * margin
         if gain > best_gain:
             best, best_gain = cut, gain
     reason = "faster" if best else "slower"
-    loser = _tier_at(held, best)
-    if best < total and now - (costs[loser].observed_at or now) >= probe_after:
-        best, reason = best + step, "probe"
+    measured_at = costs[_tier_at(held, best)].observed_at
+    if best < total and measured_at is not None and now - measured_at >= probe_after:
+        best, reason = whole(best + step), "probe"
     seconds = _seconds(held, best, block_bytes, costs)
     return _decision(held, best, seconds, best * per_block, "unmeasured" if seconds is None else reason)
 

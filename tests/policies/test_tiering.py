@@ -68,6 +68,13 @@ def test_the_fetch_ends_on_a_step_and_the_rest_is_recomputed():
     assert verdict([("host", 3)], {"host": HOST}, step=4).reason == "none"
 
 
+def test_steps_are_counted_from_the_start_of_the_prompt():
+    for start, held, fetched in [(1, 7, 7), (1, 6, 3), (3, 1, 1), (3, 0, 0), (5, 2, 0)]:
+        assert verdict([("host", held)], {"host": HOST}, step=4, start=start).blocks == fetched
+    slow = {"far": cost(0.5, 1 / 5e6, at=-99.0)}
+    assert verdict([("far", 7)], slow, step=4, start=2).fetch == (("far", 2),)
+
+
 def test_what_was_never_measured_is_tried():
     costs = {"host": HOST, "redis": Cost()}
     got = verdict([("host", 2), ("redis", 4)], costs)

@@ -1,0 +1,316 @@
+"""The I/O thread: moves blocks between host memory, the remote tier and the engine's buffers.
+
+One thread with one event loop, so that every call to a remote tier can be given up on time. Loads run beside each
+other; stores wait in one queue behind each other, so that they never crowd out a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from cache.prefix.blocks import Block
+from cache.prefix.host import HostLease, HostTier
+from cache.prefix.tiers import GuardedTier, copy
+from cache.prefix.transfer import Lookup, Transfer
+
+log = logging.getLogger(__name__)
+
+WINDOW_BYTES = 4 * 2**20  # moved between two looks at the deadline; large enough to make a round trip cheap
+RETRY_AFTER = 30.0  # seconds until a block that the remote tier did not take is offered again
+
+
+@dataclass(slots=True, eq=False)
+class StoreJob:
+    """Blocks on their way to the remote tier: pinned in host memory (`lease`), or copies made when they left it."""
+
+    blocks: list[Block]
+    tenant: bytes
+    payloads: list[memoryview]
+    lease: HostLease | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(payload.nbytes for payload in self.payloads)
+
+
+class Mover:
+    """Starts its thread at once and ends it on `close`. Its plain methods may be called from any thread.
+
+    Args:
+        worth: how many leading blocks of a finished lookup are worth fetching before they are asked for.
+        uses: prompts that must have used a block before it is written through; 1: all blocks are.
+        backlog_bytes: copies that may wait to be stored; more are dropped.
+    """
+
+    def __init__(
+        self,
+        host: HostTier | None,
+        remote: GuardedTier | None,
+        *,
+        block_bytes: int,
+        worth: Callable[[Lookup], int],
+        uses: int,
+        backlog_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._host = host
+        self._remote = remote
+        self._worth = worth
+        self._uses = uses
+        self._clock = clock
+        self._window = max(1, WINDOW_BYTES // block_bytes)
+        self._copies_left = backlog_bytes
+        self._pins_left = host.capacity_bytes // 2 if host else 0
+        self._lock = threading.Lock()
+        self._arriving: dict[bytes, asyncio.Event] = {}  # by digest: being fetched from the remote tier
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._loop = uvloop.new_event_loop()
+        self._jobs: asyncio.Queue[StoreJob | None] = asyncio.Queue()
+        self._main = self._loop.create_task(self._run())
+        self._thread = threading.Thread(target=self._serve, name="kv-tiers", daemon=True)
+        self._thread.start()
+
+    def look_up(self, lookup: Lookup) -> None:
+        """Asks the remote tier, then fetches into host memory what is worth it."""
+        if self._remote is None or lookup.host == len(lookup.blocks) or not self._begin(lambda: self._look_up(lookup)):
+            lookup.finish()
+
+    def load(self, transfer: Transfer) -> None:
+        """Fills the transfer's buffers from the tiers that its decision allows."""
+        if not self._begin(lambda: self._load(transfer)):
+            transfer.finish()
+
+    def write_through(self, blocks: Sequence[Block], tenant: bytes) -> None:
+        """Stores those of the blocks in host memory that have been used often enough and are not stored yet."""
+        if self._host is None or self._remote is None:
+            return
+        due = self._host.unsettled(blocks, self._uses, self._clock())
+        for start in range(0, len(due), self._window):
+            lease = self._host.prepare_load(due[start : start + self._window])
+            if not self._enqueue(StoreJob(lease.blocks, tenant, lease.views, lease)):
+                self._host.complete_load(lease)
+                break
+
+    def write_back(self, blocks: Sequence[Block], payloads: Sequence[memoryview], tenant: bytes) -> int:
+        """Stores copies of blocks that are about to be overwritten; returns how many are on their way."""
+        if self._remote is None:
+            return 0
+        for position, (block, payload) in enumerate(zip(blocks, payloads, strict=True)):
+            if not self._enqueue(StoreJob([block], tenant, [memoryview(bytes(payload))])):
+                return position
+        return len(blocks)
+
+    def make_room(self, lease: HostLease) -> None:
+        """Writes back what a store into host memory displaces; to be called before the lease's views are written."""
+        for entry, view in lease.evicted:
+            if entry.settled_until <= self._clock():
+                self.write_back([entry.block], [view], entry.tenant)
+
+    def close(self, timeout: float) -> None:
+        """Stores what still waits, for `timeout` seconds at most, and ends the thread."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._loop.call_soon_threadsafe(self._jobs.put_nowait, None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._main.cancel)
+            self._thread.join(timeout)
+
+    # --- on the I/O thread ---------------------------------------------------------------------------------------
+
+    async def _look_up(self, lookup: Lookup) -> None:
+        assert self._remote is not None
+        try:
+            lookup.remote = await self._remote.lookup(lookup.blocks[lookup.host :], lookup.tenant)
+        finally:
+            lookup.finish()
+        if self._host is not None and lookup.remote:
+            await self._prefetch(lookup, self._host, self._worth(lookup))
+
+    async def _prefetch(self, lookup: Lookup, host: HostTier, stop: int) -> None:
+        at = lookup.host
+        while at < stop and not lookup.abandoned:
+            window = lookup.blocks[at : min(at + self._window, stop)]
+            if not host.lookup(window[:1]):
+                arriving = self._arriving.get(window[0].digest)
+                if arriving is not None:
+                    await arriving.wait()
+                else:
+                    await self._pull(window, lookup.tenant, float("inf"), lookup.blocks)
+            got = host.lookup(window)
+            if not got:
+                break
+            at += got
+
+    async def _load(self, transfer: Transfer) -> None:
+        tenant = transfer.tenant
+        remote = (
+            self._remote if self._remote and any(t == self._remote.name for t, _ in transfer.decision.fetch) else None
+        )
+        try:
+            while not transfer.done and (at := transfer.loaded) < len(transfer.blocks):
+                window = transfer.blocks[at : at + self._window]
+                if self._from_host(window, transfer):
+                    await asyncio.sleep(0)
+                    continue
+                if remote is None:
+                    break
+                arriving = self._arriving.get(window[0].digest)
+                if arriving is not None:
+                    try:
+                        async with asyncio.timeout(transfer.deadline - self._clock()):
+                            await arriving.wait()
+                    except TimeoutError:
+                        break
+                elif not await self._pull(window, tenant, transfer.deadline, transfer.blocks, transfer):
+                    break
+        finally:
+            transfer.finish()
+        loaded = transfer.blocks[: transfer.loaded]
+        if self._host is not None:
+            self._host.touch(loaded)
+            self.write_through(loaded, tenant)
+        if remote is not None and loaded:
+            await remote.touch(loaded, tenant)
+
+    def _from_host(self, window: Sequence[Block], transfer: Transfer) -> bool:
+        """Fills buffers from host memory; whether it held the first block of the window."""
+        if self._host is None:
+            return False
+        lease = self._host.prepare_load(window)
+        started, copied = self._clock(), 0
+        try:
+            for view in lease.views:
+                copied += transfer.deposit(view)
+        finally:
+            self._host.complete_load(lease)
+        size, now = copied * self._host.block_bytes, self._clock()
+        self._host.cost.observe(size, now - started, now)
+        self._host.stats.add(loaded=copied, loaded_bytes=size)
+        return bool(lease.blocks)
+
+    async def _pull(
+        self,
+        window: Sequence[Block],
+        tenant: bytes,
+        deadline: float,
+        chain: Sequence[Block],
+        transfer: Transfer | None = None,
+    ) -> int:
+        """Fetches blocks from the remote tier into host memory and the transfer; returns how many came."""
+        assert self._remote is not None
+        protect = {block.hash for block in chain}  # host memory must not lose a beginning to gain its end
+        arrival = asyncio.Event()
+        self._arriving.update((block.digest, arrival) for block in window)
+
+        def take(block: Block, payload: memoryview) -> None:
+            if self._host is not None:
+                self._keep(self._host, block, payload, tenant, protect)
+            if transfer is not None:
+                transfer.deposit(payload)
+
+        remote = self._remote
+        try:
+            count = await remote.load(window, tenant, take, deadline)
+        finally:
+            for block in window:
+                del self._arriving[block.digest]
+            arrival.set()
+        if self._host is not None:
+            self._host.settle(window[:count], self._clock() + remote.tier.ttl / 2)
+        return count
+
+    def _keep(self, host: HostTier, block: Block, payload: memoryview, tenant: bytes, protect: set[bytes]) -> None:
+        lease = host.prepare_store([block], tenant, uses=0, protect=protect)
+        self.make_room(lease)
+        for view in lease.views:
+            copy(view, payload)
+        host.complete_store(lease)
+
+    async def _store_jobs(self) -> None:
+        assert self._remote is not None
+        while (job := await self._jobs.get()) is not None:
+            stored = False
+            try:
+                stored = await self._remote.store(job.blocks, job.tenant, job.payloads)
+            except Exception:
+                log.exception("a KV block could not be stored")
+            finally:
+                self._settle(job, self._remote.tier.ttl / 2 if stored else RETRY_AFTER)
+                self._account(job, +1)
+                if self._host is not None and job.lease is not None:
+                    self._host.complete_load(job.lease)
+
+    def _settle(self, job: StoreJob, seconds: float) -> None:
+        if self._host is not None:
+            self._host.settle(job.blocks, self._clock() + seconds)
+
+    def _enqueue(self, job: StoreJob) -> bool:
+        assert self._remote is not None
+        if self._closing or not self._account(job, -1):
+            self._remote.stats.add(dropped=len(job.blocks))
+            return False
+        self._settle(job, RETRY_AFTER)  # on its way: not to be offered twice
+        self._loop.call_soon_threadsafe(self._jobs.put_nowait, job)
+        return True
+
+    def _account(self, job: StoreJob, sign: int) -> bool:
+        """Takes (-1) or gives back (+1) room in the backlog; False if there is not enough."""
+        with self._lock:
+            pins, copies = (sign * job.size, 0) if job.lease else (0, sign * job.size)
+            if self._pins_left + pins < 0 or self._copies_left + copies < 0:
+                return False
+            self._pins_left += pins
+            self._copies_left += copies
+            return True
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Starts a coroutine on the loop; False if the loop has ended or is about to."""
+
+        def start() -> None:
+            task = self._loop.create_task(work())
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+        with self._lock:
+            if self._closing:
+                return False
+            self._loop.call_soon_threadsafe(start)
+            return True
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a KV transfer failed", exc_info=error)
+
+    async def _run(self) -> None:
+        try:
+            if self._remote is not None:
+                await self._store_jobs()
+            else:
+                await self._jobs.get()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._remote is not None:
+                await self._remote.close()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._loop.close()
