@@ -37,8 +37,13 @@ class Source:
 
 
 def shortcomings(config: Config) -> list[str]:
-    """What a well-formed configuration still lacks, one sentence each: secrets, usable curated answers."""
-    return [*unreadable_secrets(config), *_faq_faults(config)]
+    """Why a well-formed configuration still cannot be run, one sentence each."""
+    taken = [
+        f"upstreams[{index}].name '{ENGINE_UPSTREAM}' is the embedded engine's; choose another, or set engine: off"
+        for index, upstream in enumerate(config.upstreams)
+        if config.engine and upstream.name == ENGINE_UPSTREAM
+    ]
+    return [*taken, *unreadable_secrets(config), *_faq_faults(config)]
 
 
 def adopted(new: Config, running: Config) -> Config:

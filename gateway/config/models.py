@@ -299,11 +299,6 @@ class Config(Section):
                 for index, name in enumerate(names)
                 if name in names[:index]
             ]
-        complaints += [
-            f"upstreams[{index}].name '{ENGINE_UPSTREAM}' is the embedded engine's; choose another, or set engine: off"
-            for index, upstream in enumerate(self.upstreams)
-            if self.engine and upstream.name == ENGINE_UPSTREAM
-        ]
         for name, alias in self.models.items():
             for target in (alias.target, *alias.fallback):
                 if target != name and target in self.models and self.models[target].target != target:

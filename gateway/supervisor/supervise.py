@@ -56,14 +56,13 @@ class Supervisor:
         self._worker_command = worker_command or python_module("gateway.worker")
         self._engine_command = engine_command
         self._backoff = backoff
-        self._ready = False
+        self.ready = False
         self._stopping = asyncio.Event()
         self._failure: StartError | None = None
         config = source.read()
-        self._sockets = bind(config.listen.host, config.listen.port, config.listen.workers)
-        port = self._sockets[0].getsockname()[1]
         self._engine = self._engine_child(config.engine) if config.engine else None
-        self.config = self._completed(config, port)
+        self._sockets = bind(config.listen.host, config.listen.port, config.listen.workers)
+        self.config = self._completed(config, self._sockets[0].getsockname()[1])
         self.workers = [self._worker_child(index, item) for index, item in enumerate(self._sockets)]
 
     async def run(self) -> None:
@@ -150,7 +149,7 @@ class Supervisor:
             code = await process.wait()
             if self._stopping.is_set():
                 return
-            if not self._ready:
+            if not self.ready:
                 early += 1
                 if code == USAGE_ERROR or early >= self._backoff.early_deaths:
                     self._fail(
@@ -204,7 +203,7 @@ class Supervisor:
             await self._until_ok("the engine", "127.0.0.1", self._engine_port, "/health")
             model = await _first_model("127.0.0.1", self._engine_port)
         await self._until_ok("the gateway", self._sockets[0].getsockname()[0], port, "/readyz")
-        self._ready = True
+        self.ready = True
         print(greeting(self.config, model), flush=True)
 
     async def _until_ok(self, what: str, host: str, port: int, path: str) -> None:
