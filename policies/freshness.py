@@ -77,4 +77,4 @@ def freshness(age: float, expires_in: float, while_revalidate: float, directives
         return "fresh"
     if directives.max_stale is not None and -expires_in <= directives.max_stale:
         return "stale"
-    return "revalidate" if -expires_in <= while_revalidate else "expired"
+    return "revalidate" if -expires_in < while_revalidate else "expired"

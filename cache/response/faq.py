@@ -87,7 +87,7 @@ def normalise(question: str) -> str:
 _OPENING = '"`“”„«»¿¡'
 _CLOSING = '?.,;:…"`“”„«»。、，？！；：'
 _RAISED = ("<super>", "<sub>", "<fraction>")
-_EXCLAIMED = re.compile(r"(?<=[^\W\d_]{2})!+$")
+_EXCLAIMED = re.compile(r"(?:(?<=[^\W\d_]{2})|(?<=[?.,;:…])|^)!+$")
 
 
 def _compatible(text: str) -> str:

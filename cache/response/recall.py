@@ -39,7 +39,10 @@ class Recall:
         if self._memory is None:
             return None
         entry = self._memory.get(identity.key)
-        if entry is None or entry.fingerprint != identity.fingerprint:
+        if entry is None:
+            return None
+        if entry.fingerprint != identity.fingerprint:
+            self.bad_entries["other request"] += 1
             return None
         if not self._generations.alive(entry.generations, entry.born):
             self._memory.delete(identity.key)

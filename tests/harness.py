@@ -1,0 +1,88 @@
+"""A gateway on a real socket inside the test's own event loop, with a clock that tests can move."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from gateway.app import Gateway, create_app
+from gateway.clock import Clock
+from gateway.config import Config
+from gateway.reload import Source
+
+
+class FakeClock:
+    """Stands still until it is advanced."""
+
+    def __init__(self) -> None:
+        self._time = time.time()
+        self._monotonic = 1000.0
+
+    def time(self) -> float:
+        return self._time
+
+    def monotonic(self) -> float:
+        return self._monotonic
+
+    def advance(self, seconds: float) -> None:
+        self._time += seconds
+        self._monotonic += seconds
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running gateway: its address, the application, and a client for it."""
+
+    url: str
+    app: Gateway
+    client: httpx.AsyncClient
+
+    async def chat(self, body: Mapping[str, Any], **headers: str) -> httpx.Response:
+        """``POST /v1/chat/completions``; header names are given with underscores."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post("/v1/chat/completions", json=dict(body), headers=named)
+
+
+@asynccontextmanager
+async def running_gateway(
+    config: Mapping[str, Any], clock: Clock | None = None, source: Source | None = None
+) -> AsyncIterator[Running]:
+    """Serves a gateway with this configuration (no disk cache unless it names one) until the block ends."""
+    cache = {"disk": "off", **config.get("cache", {})}
+    plain = {"ledger": "off", **config, "cache": cache}
+    app = create_app(Config.model_validate(plain), clock=clock, source=source)
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        yield Running(url, app, client)
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serves an ASGI application on a free port, as the worker does; gives its address."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, http="httptools", ws="none", lifespan="on", log_config=None, server_header=False)
+    )
+    server.config.load()
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        if task.done():
+            task.result()
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task
+
+
+def upstream(url: str, name: str = "u", **more: Any) -> dict[str, Any]:
+    """The configuration of one upstream."""
+    return {"name": name, "url": url, **more}
