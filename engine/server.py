@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import orjson
@@ -275,22 +276,32 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to `run`: uvicorn would raise them again after the shutdown and so spoil the exit code."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 def run(config: EngineConfig) -> None:
     """Serves until SIGTERM or SIGINT. Raises `ModelError` if the address or the model cannot be had."""
     listener = bind(config.host, config.port)
     worker = Worker(config)
     app = EngineApp(worker).asgi
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=10)
     )
 
     async def serve() -> None:
         host, port = listener.getsockname()[:2]
 
-        def fail() -> None:
+        def end() -> None:
             server.should_exit = True
 
-        worker.start(on_ready=lambda: log.info("serving %r on http://%s:%d", config.name, host, port), on_failure=fail)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, end)
+        worker.start(on_ready=lambda: log.info("serving %r on http://%s:%d", config.name, host, port), on_failure=end)
         await server.serve(sockets=[listener])
 
     try:

@@ -22,7 +22,7 @@ from engine.core import EngineCore, Generation
 from engine.errors import ModelError, RequestError
 from engine.kv.manager import BlockEvents
 from engine.model.chat import ChatTemplate
-from engine.model.weights import open_model
+from engine.model.weights import ModelFiles, open_model
 from engine.output import Delta
 
 log = logging.getLogger("engine")
@@ -36,8 +36,15 @@ class Worker:
     core: EngineCore
     template: ChatTemplate
 
-    def __init__(self, config: EngineConfig, *, events: BlockEvents | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        events: BlockEvents | None = None,
+        opener: Callable[[str], ModelFiles] = open_model,
+    ) -> None:
         self.config = config
+        self._open = opener
         self.ready = False
         self.failure: str | None = None
         self._events = events
@@ -114,7 +121,7 @@ class Worker:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         log.info("reading model %s", self.config.model)
-        files = open_model(self.config.model)
+        files = self._open(self.config.model)
         with tqdm(total=files.spec.layers, desc="loading layers", unit="layer", disable=not sys.stderr.isatty()) as bar:
             self.core = EngineCore(self.config, files, events=self._events, progress=lambda _: (bar.update(), None)[1])
         self.template = ChatTemplate(files.tokenizer)

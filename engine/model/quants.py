@@ -63,7 +63,8 @@ def _q4_k(raw: Bytes) -> Floats:
     minimum = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=1).astype(np.float32)
     packed = raw[:, 16:].reshape(n, 4, 1, 32)
     values = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(n, 8, 32).astype(np.float32)
-    return (d[..., None] * scale[..., None] * values - dmin[..., None] * minimum[..., None]).reshape(n, 256)
+    decoded = (d * scale)[..., None] * values - (dmin * minimum)[..., None]
+    return decoded.reshape(n, 256).astype(np.float32, copy=False)
 
 
 def _q6_k(raw: Bytes) -> Floats:
