@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 Head = TypeVar("Head")
@@ -119,7 +119,7 @@ class Flight(Generic[Head, Part, Result]):
         if not self._cursors and not self._keep_going and self._task is not None:
             self._task.cancel()
 
-    async def pieces(self, token: object) -> AsyncIterator[Part]:
+    async def pieces(self, token: object) -> AsyncGenerator[Part, None]:
         """Every piece for this follower, as it comes; raises `FellBehind`, or what the producer failed with."""
         while token in self._cursors:
             position = self._cursors[token]

@@ -1,5 +1,6 @@
 """Recall and keep over real tiers: what is kept is found, with the life it has left, and nothing else is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,18 @@ class Tiers:
 
 
 def entry(generations: Generations, **changes: float) -> Entry:
-    times = {"born": 1000.0, "expires": 1010.0, "kept_until": 1020.0} | changes
-    return Entry(
-        ONE.fingerprint,
-        **times,
+    made = Entry(
+        fingerprint=ONE.fingerprint,
+        born=1000.0,
+        expires=1010.0,
+        kept_until=1020.0,
         dialect="chat",
         model="m",
         upstream="u",
         generations=generations.stamp(["model:m"]),
         message=b"{}",
     )
+    return replace(made, **changes)
 
 
 @pytest.fixture
