@@ -237,6 +237,7 @@ class Client:
         if self._connection is not None:
             self._connection.abort("closed")
             self._connection = None
+            await asyncio.sleep(0)  # the turn in which the socket is closed
 
     def execute(self, *command: Argument, parse: Callable[[Reply], T] | None = None) -> Future[T]:
         """The future reply of `command`, after `parse`. Fails with StoreError; may be cancelled."""

@@ -165,5 +165,5 @@ async def test_what_was_set_before_close_is_there_after_opening_again(bench: Ben
 async def _until(condition, seconds: float = 0.9) -> None:
     """Wait for `condition`, less than the second that a purge may take to be heard of."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (looked at from outside)
+        while not condition():
             await asyncio.sleep(0.01)
