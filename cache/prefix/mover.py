@@ -28,16 +28,11 @@ RETRY_AFTER = 30.0  # seconds until a block that the remote tier did not take is
 
 @dataclass(slots=True, eq=False)
 class StoreJob:
-    """Blocks on their way to the remote tier: pinned in host memory (`lease`), or copies made when they left it."""
+    """Blocks on their way to the remote tier: to be read from host memory, or copies made when they left it."""
 
     blocks: list[Block]
     tenant: bytes
-    payloads: list[memoryview]
-    lease: HostLease | None = None
-
-    @property
-    def size(self) -> int:
-        return sum(payload.nbytes for payload in self.payloads)
+    copies: list[memoryview] | None = None
 
 
 class Mover:
@@ -67,7 +62,7 @@ class Mover:
         self._clock = clock
         self._window = max(1, WINDOW_BYTES // block_bytes)
         self._copies_left = backlog_bytes
-        self._pins_left = host.capacity_bytes // 2 if host else 0
+        self._queued: set[bytes] = set()  # digests that wait to be read from host memory
         self._lock = threading.Lock()
         self._arriving: dict[bytes, asyncio.Event] = {}  # by digest: being fetched from the remote tier
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,18 +88,22 @@ class Mover:
         if self._host is None or self._remote is None:
             return
         due = self._host.unsettled(blocks, self._uses, self._clock())
+        with self._lock:
+            due = [block for block in due if block.digest not in self._queued]
+            self._queued.update(block.digest for block in due)
         for start in range(0, len(due), self._window):
-            lease = self._host.prepare_load(due[start : start + self._window])
-            if not self._enqueue(StoreJob(lease.blocks, tenant, lease.views, lease)):
-                self._host.complete_load(lease)
-                break
+            self._enqueue(StoreJob(due[start : start + self._window], tenant))
 
     def write_back(self, blocks: Sequence[Block], payloads: Sequence[memoryview], tenant: bytes) -> int:
-        """Stores copies of blocks that are about to be overwritten; returns how many are on their way."""
+        """Stores copies of blocks that are about to be overwritten; returns how many leading ones are on their way."""
         if self._remote is None:
             return 0
         for position, (block, payload) in enumerate(zip(blocks, payloads, strict=True)):
-            if not self._enqueue(StoreJob([block], tenant, [memoryview(bytes(payload))])):
+            with self._lock:
+                fits = payload.nbytes <= self._copies_left
+                self._copies_left -= payload.nbytes if fits else 0
+            if not fits or not self._enqueue(StoreJob([block], tenant, [memoryview(bytes(payload))])):
+                self._remote.stats.add(dropped=len(blocks) - position)
                 return position
         return len(blocks)
 
@@ -120,7 +119,7 @@ class Mover:
             if self._closing:
                 return
             self._closing = True
-        self._loop.call_soon_threadsafe(self._jobs.put_nowait, None)
+            self._loop.call_soon_threadsafe(self._jobs.put_nowait, None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._main.cancel)
@@ -145,10 +144,10 @@ class Mover:
                 arriving = self._arriving.get(window[0].digest)
                 if arriving is not None:
                     await arriving.wait()
-                else:
-                    await self._pull(window, lookup.tenant, float("inf"), lookup.blocks)
+                elif await self._pull(window, lookup.tenant, float("inf"), lookup.blocks) < len(window):
+                    break
             got = host.lookup(window)
-            if not got:
+            if not got:  # no room
                 break
             at += got
 
@@ -172,7 +171,7 @@ class Mover:
                             await arriving.wait()
                     except TimeoutError:
                         break
-                elif not await self._pull(window, tenant, transfer.deadline, transfer.blocks, transfer):
+                elif await self._pull(window, tenant, transfer.deadline, transfer.blocks, transfer) < len(window):
                     break
         finally:
             transfer.finish()
@@ -238,40 +237,43 @@ class Mover:
         host.complete_store(lease)
 
     async def _store_jobs(self) -> None:
-        assert self._remote is not None
         while (job := await self._jobs.get()) is not None:
-            stored = False
             try:
-                stored = await self._remote.store(job.blocks, job.tenant, job.payloads)
+                if job.copies is not None:
+                    await self._store(job.blocks, job.tenant, job.copies)
+                else:
+                    await self._store_from_host(job)
             except Exception:
                 log.exception("a KV block could not be stored")
             finally:
-                self._settle(job, self._remote.tier.ttl / 2 if stored else RETRY_AFTER)
-                self._account(job, +1)
-                if self._host is not None and job.lease is not None:
-                    self._host.complete_load(job.lease)
+                with self._lock:
+                    self._queued.difference_update(block.digest for block in job.blocks)
+                    self._copies_left += sum(payload.nbytes for payload in job.copies or ())
 
-    def _settle(self, job: StoreJob, seconds: float) -> None:
+    async def _store_from_host(self, job: StoreJob) -> None:
+        assert self._host is not None
+        left = job.blocks
+        while left:
+            lease = self._host.prepare_load(left)
+            try:
+                await self._store(lease.blocks, job.tenant, lease.views)
+            finally:
+                self._host.complete_load(lease)
+            left = left[len(lease.blocks) or 1 :]  # one that was evicted meanwhile has been written back
+
+    async def _store(self, blocks: Sequence[Block], tenant: bytes, payloads: Sequence[memoryview]) -> None:
+        assert self._remote is not None
+        if not blocks:
+            return
+        stored = await self._remote.store(blocks, tenant, payloads)
         if self._host is not None:
-            self._host.settle(job.blocks, self._clock() + seconds)
+            self._host.settle(blocks, self._clock() + (self._remote.tier.ttl / 2 if stored else RETRY_AFTER))
 
     def _enqueue(self, job: StoreJob) -> bool:
-        assert self._remote is not None
-        if self._closing or not self._account(job, -1):
-            self._remote.stats.add(dropped=len(job.blocks))
-            return False
-        self._settle(job, RETRY_AFTER)  # on its way: not to be offered twice
-        self._loop.call_soon_threadsafe(self._jobs.put_nowait, job)
-        return True
-
-    def _account(self, job: StoreJob, sign: int) -> bool:
-        """Takes (-1) or gives back (+1) room in the backlog; False if there is not enough."""
         with self._lock:
-            pins, copies = (sign * job.size, 0) if job.lease else (0, sign * job.size)
-            if self._pins_left + pins < 0 or self._copies_left + copies < 0:
+            if self._closing:
                 return False
-            self._pins_left += pins
-            self._copies_left += copies
+            self._loop.call_soon_threadsafe(self._jobs.put_nowait, job)
             return True
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
@@ -295,10 +297,7 @@ class Mover:
 
     async def _run(self) -> None:
         try:
-            if self._remote is not None:
-                await self._store_jobs()
-            else:
-                await self._jobs.get()
+            await self._store_jobs()
         finally:
             for task in self._tasks:
                 task.cancel()

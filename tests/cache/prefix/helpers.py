@@ -1,0 +1,152 @@
+"""Blocks with known bytes, buffers with poison, a remote tier that fails to order, a real Redis server to mistreat."""
+
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import redis
+
+from cache.prefix.blocks import Block, chain
+from cache.prefix.codec import BadBlock, Codec
+from cache.prefix.tiers import Lease
+
+BLOCK_BYTES = 4096
+BLOCK_TOKENS = 4
+LAYOUT = b"L" * 32
+TENANT = b"tenant"
+
+Hook = Callable[[int], Awaitable[None]]
+"""Called with the number of the call so far."""
+
+
+def make_blocks(count: int, *, seed: int = 0, salt: bytes = TENANT, **options) -> list[Block]:
+    """A chain of `count` blocks; another seed makes another prompt."""
+    return chain([seed * 1_000_000 + i for i in range(count * BLOCK_TOKENS)], BLOCK_TOKENS, salt=salt, **options)
+
+
+def payload(block: Block, size: int = BLOCK_BYTES) -> memoryview:
+    """Bytes that only this block has."""
+    return memoryview((block.digest * (size // len(block.digest) + 1))[:size])
+
+
+def buffers(count: int) -> list[memoryview]:
+    """Writable buffers, poisoned."""
+    return [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in range(count)]
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    """Polls until the condition holds."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it did not come about in time"
+        time.sleep(0.002)
+
+
+class RedisServer:
+    """A redis-server of one's own on a unix socket, to be stopped, killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self.start()
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.client = redis.Redis.from_url(self.url)
+        wait_for(self._answers)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def keys(self) -> list[bytes]:
+        """The keys that hold blocks."""
+        return sorted(self.client.keys("wg:kv:*"))  # type: ignore[arg-type]
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.ConnectionError:
+            return False
+
+
+class FaultyTier:
+    """A remote tier in a dictionary of codec records. Each `on_…` hook may raise, wait or spoil what passes through."""
+
+    name = "remote"
+    ttl = 3600.0
+
+    def __init__(self, records: dict[bytes, bytes] | None = None) -> None:
+        self.records = {} if records is None else records
+        self.codec = Codec(LAYOUT, BLOCK_BYTES)
+        self.calls: Counter[str] = Counter()
+        self.open_leases = 0
+        self.on_lookup: Hook | None = None
+        self.on_load: Hook | None = None
+        self.on_store: Hook | None = None
+        self.on_record: Callable[[bytes], bytes | None] = bytes
+
+    async def lookup(self, blocks, tenant):
+        await self._call("lookup", self.on_lookup)
+        return next((i for i, block in enumerate(blocks) if block.hash not in self.records), len(blocks))
+
+    async def prepare_load(self, blocks, tenant):
+        await self._call("load", self.on_load)
+        lease = Lease()
+        for block in blocks:
+            if (record := self.records.get(block.hash)) is None:
+                break
+            try:
+                lease.views.append(self.codec.decode(record, block, tenant))
+            except BadBlock as error:
+                lease.bad = error.reason
+                break
+            lease.blocks.append(block)
+        self.open_leases += 1
+        return lease
+
+    async def complete_load(self, lease):
+        self.open_leases -= 1
+
+    async def prepare_store(self, blocks, tenant):
+        lease = Lease([block for block in blocks if block.hash not in self.records], handle=[])
+        for block in lease.blocks:
+            record, view = self.codec.allocate(block, tenant)
+            lease.handle.append(record)
+            lease.views.append(view)
+        self.open_leases += 1
+        return lease
+
+    async def complete_store(self, lease, ok):
+        self.open_leases -= 1
+        if not ok:
+            return
+        await self._call("store", self.on_store)
+        for block, record in zip(lease.blocks, lease.handle, strict=True):
+            self.codec.seal(record)
+            stored = self.on_record(bytes(record))
+            if stored is not None:
+                self.records[block.hash] = stored
+
+    async def touch(self, blocks, tenant):
+        self.calls["touch"] += 1
+
+    async def close(self):
+        self.calls["close"] += 1
+
+    async def _call(self, verb, hook):
+        self.calls[verb] += 1
+        if hook is not None:
+            await hook(self.calls[verb])
