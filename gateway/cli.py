@@ -90,8 +90,9 @@ def purge(
     tag: Annotated[str | None, typer.Option(help="Forget every answer with this tag.")] = None,
     model: Annotated[str | None, typer.Option(help="Forget every answer of this model.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Forget every answer of this tenant.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Forget every answer in this namespace.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Forget this namespace (of --tenant, or 'default').")] = None,
     before: Annotated[str | None, typer.Option(help="Forget what is older: 1h, 7d, or 2026-11-01T12:00.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Forget everything.")] = False,
     soft: Annotated[bool, typer.Option("--soft", help="Mark as stale instead of forgetting.")] = False,
     url: Annotated[str, typer.Option(help="The running gateway.")] = "http://127.0.0.1:8080",
     admin_key: Annotated[
@@ -99,12 +100,21 @@ def purge(
     ] = None,
 ) -> None:
     """Make a running gateway forget answers."""
-    named = {"key": key, "tag": tag, "model": model, "tenant": tenant, "namespace": namespace}
+    named = {
+        "key": key,
+        "tag": tag,
+        "model": model,
+        "tenant": tenant,
+        "namespace": namespace,
+        "all": everything or None,
+    }
     chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if before is not None:
         chosen["before"] = _moment(before)
-    if len(chosen) != 1:
-        raise Problem("say what to forget with exactly one of --key, --tag, --model, --tenant, --namespace or --before")
+    if len(chosen) != 1 and chosen.keys() != {"namespace", "tenant"}:
+        raise Problem(
+            "say what to forget by exactly one of --key, --tag, --model, --tenant, --namespace, --before, --all"
+        )
     answer = _post(url.rstrip("/") + "/admin/purge", {**chosen, "soft": soft}, admin_key)
     typer.echo(json.dumps(answer))
 
@@ -169,7 +179,8 @@ def _post(url: str, body: dict[str, Any], key: str | None) -> Any:
 
 def _reason(error: urllib.error.HTTPError) -> str:
     try:
-        return json.load(error)["error"]["message"]
+        body = json.load(error)
+        return body["detail"] if "detail" in body else body["error"]["message"]
     except (ValueError, KeyError, TypeError):
         return f"{error.code} {error.reason}"
 

@@ -185,7 +185,7 @@ class Admin(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.seen.append((self.path, self.headers["authorization"], body))
-        answer = {"purged": True} if self.status == 200 else {"error": {"message": "The admin key is wrong."}}
+        answer = {"purged": True} if self.status == 200 else {"detail": "The admin key is wrong."}
         self.send_response(self.status)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
@@ -228,6 +228,19 @@ class TestPurge:
     def test_a_refusal_is_passed_on(self, warmgate: Run, admin):
         code, _, err = warmgate("purge", "--tag", "a", "--url", admin[0])
         assert (code, err) == (2, "warmgate: the gateway refused: The admin key is wrong.\n")
+
+    @pytest.mark.parametrize(
+        ("words", "order"),
+        [
+            (["--all"], {"all": True}),
+            (["--namespace", "n", "--tenant", "t"], {"namespace": "n", "tenant": "t"}),
+            (["--key", "ab12"], {"key": "ab12"}),
+        ],
+    )
+    def test_names_what_to_forget(self, warmgate: Run, admin, words: list[str], order: dict[str, Any]):
+        url, seen = admin
+        assert warmgate("purge", *words, "--url", url)[0] == 0
+        assert seen[0][2] == {**order, "soft": False}
 
     @pytest.mark.parametrize("words", [[], ["--tag", "a", "--model", "b"], ["--before", "yesterday"]])
     def test_needs_to_know_what_to_forget(self, warmgate: Run, words: list[str]):

@@ -1,6 +1,7 @@
 """The configuration: what may be written, what comes of it, and what is said when it is wrong."""
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -339,3 +340,18 @@ class TestUnits:
     def test_what_is_not_a_size(self, value: object):
         with pytest.raises(ValueError, match="must be a size"):
             parse_size(value)
+
+
+class TestExamples:
+    ROOT = Path(__file__).parents[2]
+
+    def test_the_deployed_example_holds_every_section_and_is_valid_also_uncommented(self, load):
+        text = (self.ROOT / "deploy" / "warmgate.yaml").read_text()
+        assert load(text).listen.workers == 2
+        whole = load(re.sub(r"^# (?=[a-z ]+:|  )", "", text, flags=re.MULTILINE))
+        assert set(Config.model_fields) == whole.model_fields_set
+
+    def test_the_readmes_examples_are_valid(self, load):
+        blocks = re.findall(r"```yaml\n(.*?)```", (self.ROOT / "README.md").read_text(), re.DOTALL)
+        configs = [load(block) for block in blocks if "faq.yaml:" not in block]
+        assert configs and configs[0].tenants[0].name == "team-a"
