@@ -24,6 +24,10 @@ class StoreError(Exception):
         super().__init__(message)
         self.kind: Kind = kind
 
+    def copy(self) -> StoreError:
+        """For each further caller: an exception raised many times gathers a traceback without end."""
+        return StoreError(self.kind, str(self))
+
 
 class SharedStore(Protocol):
     """Bytes by key, shared by processes. Calls that talk to the store raise StoreError and nothing else.

@@ -55,7 +55,7 @@ class DiskStore:
         self._max_pending = min(MAX_PENDING, max_bytes // 4)
         self._pending: dict[bytes, Write] = {}
         self._pending_bytes = 0
-        self._failure: Exception | None = None  # of the last commit
+        self._failure: StoreError | None = None  # of the last commit
         self._damaged = False
         self._loop: AbstractEventLoop | None = None
         self._reads: Lane[_Lookup | _Job] | None = None
@@ -107,7 +107,7 @@ class DiskStore:
         if self._failure is None:
             future.set_result(None)
         else:
-            future.set_exception(self._failure)
+            future.set_exception(self._failure.copy())
         return future
 
     def delete(self, key: bytes) -> Future[None]:
@@ -165,8 +165,8 @@ class DiskStore:
     def _work_reads(self, batch: list[_Lookup | _Job]) -> list[Outcome]:
         lookups = [item for item in batch if isinstance(item, _Lookup)]
         found = attempt(lambda: self._table.read([lookup.key for lookup in lookups])) if lookups else []
-        if isinstance(found, Exception):
-            found = [found] * len(lookups)
+        if isinstance(found, StoreError):
+            found = [found.copy() for _ in lookups]
         outcomes: list[Outcome] = [(lookup.future, value) for lookup, value in zip(lookups, found, strict=True)]
         outcomes += _run_jobs(batch)
         if any(isinstance(result, Damaged) for _, result in outcomes):
@@ -214,7 +214,7 @@ class DiskStore:
 
     def _committed(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.copy()
 
 
 def _run_jobs(batch: Sequence[Any]) -> list[Outcome]:

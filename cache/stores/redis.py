@@ -122,7 +122,7 @@ class RedisStore:
                 await self._reconcile(tell, known)
                 connection.write(pack((b"PING",)))
                 connection.stalled()  # unless a byte comes
-            raise connection.closed.result()
+            raise connection.closed.result().copy()
         except TimeoutError:
             raise StoreError("timeout", "no answer to SUBSCRIBE") from None
         finally:

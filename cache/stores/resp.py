@@ -104,7 +104,8 @@ class Connection(asyncio.Protocol):
 
     def submit(self, packed: bytes, future: Future[Any], parse: Callable[[Reply], Any] | None) -> None:
         if self._transport is None:
-            future.set_exception(self.closed.result() if self.closed.done() else StoreError("unavailable", "closed"))
+            error = self.closed.result() if self.closed.done() else StoreError("unavailable", "closed")
+            future.set_exception(error.copy())
         elif self._full:
             future.set_exception(StoreError("busy", "the server does not read what is sent"))
         else:
@@ -184,7 +185,7 @@ class Connection(asyncio.Protocol):
         while self._waiting:
             future, _ = self._waiting.popleft()
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(error.copy())
 
 
 def _resolve(future: Future[Any], parse: Callable[[Reply], Any] | None, reply: Reply) -> None:
@@ -249,7 +250,7 @@ class Client:
         if self._connection is not None:
             self._connection.submit(packed, future, parse)
         elif self._down is not None:
-            future.set_exception(self._down)
+            future.set_exception(self._down.copy())
             return future
         else:
             self._early.append((packed, future, parse))
@@ -287,7 +288,7 @@ class Client:
         early, self._early = self._early, []
         for _, future, _ in early:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(error.copy())
 
     def _timed_out(self) -> None:
         if self._connection is not None:
