@@ -1,7 +1,7 @@
 """The remote tier in Redis: one key per block, always with an expiry.
 
-    {prefix}:kv:{layout}:{tenant}:{block hash}  ->  codec record
-    {prefix}:kvq:{layout}:{tenant}              ->  for a tenant with a quota: sorted set of its block hashes by expiry
+    {prefix}:kv{version}:{layout}:{tenant}:{block hash}  ->  codec record
+    {prefix}:kvq{version}:{layout}:{tenant}              ->  for a tenant with a quota: sorted set of its block hashes by expiry
 
 One block per key, not a run of several: blocks of the sizes that matter (0.4 to 4 MB) read at 2.3 GB/s singly and at
 1.6 GB/s in runs of eight, whose values outgrow the processor's caches; a key costs 6 microseconds. And a run would have
@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from cache.prefix.blocks import Block
-from cache.prefix.codec import BadBlock, Codec, tenant_tag
+from cache.prefix.codec import VERSION, BadBlock, Codec, tenant_tag
 from cache.prefix.tiers import Lease, TierFull
 
 LOOKUP_WINDOW = 256  # keys asked for in one round trip; a lookup stops at the first window with a gap
@@ -65,8 +65,8 @@ class RedisTier:
         self.ttl = ttl
         self._ttl_ms = max(1, int(ttl * 1000))
         self._codec = codec
-        self._space = f"{prefix}:kv:{codec.layout.hex()[:32]}"
-        self._members = f"{prefix}:kvq:{codec.layout.hex()[:32]}"
+        self._space = f"{prefix}:kv{VERSION}:{codec.layout.hex()[:32]}"
+        self._members = f"{prefix}:kvq{VERSION}:{codec.layout.hex()[:32]}"
         self._quota = quota
         self._clock = clock
         # No retries: a late block is worth nothing, and the circuit decides when to try again.

@@ -61,8 +61,7 @@ class RedisServer:
         wait_for(self._answers)
 
     def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-        self.process.kill()
+        self.process.kill()  # a stopped process dies of it as well
         self.process.wait()
 
     def freeze(self) -> None:
@@ -71,9 +70,9 @@ class RedisServer:
     def thaw(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
 
-    def keys(self) -> list[bytes]:
+    def block_keys(self) -> list[bytes]:
         """The keys that hold blocks."""
-        return sorted(self.client.keys("wg:kv:*"))  # type: ignore[arg-type]
+        return sorted(self.client.keys("wg:kv1:*"))  # type: ignore[arg-type]
 
     def _answers(self) -> bool:
         try:
