@@ -12,12 +12,14 @@ from fastapi import FastAPI
 from gateway.admin import admin_routes
 from gateway.clock import Clock
 from gateway.config import Config
+from gateway.heads import Heads
 from gateway.health import health_routes
 from gateway.http import Request, Response
 from gateway.pipeline import Pipeline
 from gateway.receive import ClientGone, Unreadable, read_request
 from gateway.reload import Source, reload
 from gateway.runtime import Runtime
+from gateway.shortcut import Shortcut
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -37,7 +39,10 @@ class Gateway:
     def __init__(self, runtime: Runtime, source: Source | None) -> None:
         self.runtime = runtime
         self._source = source
-        self.pipeline = Pipeline(runtime)
+        self.shortcut = Shortcut(runtime)
+        self.heads = Heads(self.shortcut, runtime.config.limits.max_body)
+        self.pipeline = Pipeline(runtime, self.shortcut)
+        runtime.on_change += [self.shortcut.forget, self.heads.forget]
         self._pages = FastAPI(title="Warmgate", docs_url=None, redoc_url=None, lifespan=self._lifespan)
         self._pages.include_router(health_routes(runtime))
         self._pages.include_router(admin_routes(runtime, source))

@@ -4,8 +4,6 @@ dialect.
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,30 +11,29 @@ from cache.response.entry import Entry
 from cache.response.flights import FellBehind
 from gateway.clock import Clock
 from gateway.dialects import DIALECTS, Dialect
-from gateway.dialects.base import Rendered
 from gateway.dialects.openai import error_body
 from gateway.encoding import EncodingError
-from gateway.http import EVENT_STREAM, JSON, NO_BUFFERING, Headers, Request, Response
+from gateway.hit import hit_headers, kept_response, segments_for
+from gateway.http import JSON, NO_BUFFERING, Headers, Request, Response
+from gateway.ids import accepted, unique
 from gateway.ledger import SAVED, Outcome, Row
 from gateway.passthrough import list_models, pass_through
 from gateway.plan import BadRequest, Plan, read_body
 from gateway.relay import CallFlight, Head, Landed, new_flight
 from gateway.runtime import Runtime
+from gateway.shortcut import Shortcut
 from gateway.tenants import Caller, Denied
 from gateway.upstreams.client import UpstreamError
 from gateway.upstreams.pool import Member
 from policies.freshness import freshness
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Exchange:
     """One request on its way through the pipeline, and the ledger row it will leave."""
 
     def __init__(self, request: Request, clock: Clock) -> None:
-        given = request.header(b"x-request-id")
         self.request = request
-        self.request_id = given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        self.request_id = accepted(request.header(b"x-request-id")) or unique(32)
         self.dialect: Dialect | None = DIALECTS.get(request.path.rstrip("/")) if request.method == "POST" else None
         self.caller: Caller | None = None
         self.row = Row(
@@ -52,8 +49,9 @@ class Exchange:
 class Pipeline:
     """Answers requests. One per process; it reads everything that a reload may replace from ``runtime``."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, shortcut: Shortcut) -> None:
         self._runtime = runtime
+        self._shortcut = shortcut
 
     async def answer(self, request: Request) -> Response:
         """Answers a request to ``/v1/…``. Every request leaves one ledger row, also one whose caller left."""
@@ -105,11 +103,14 @@ class Pipeline:
     async def _recall(self, exchange: Exchange, plan: Plan) -> Response:
         """Answered before? Curated answers first: they are the operator's own word."""
         runtime, row = self._runtime, exchange.row
-        row.model, row.stream = plan.model.target, plan.dialect.streams(plan.body)
+        row.model, row.stream = plan.model.target, plan.streams
         stale: Entry | None = None
         fwd = "uri-miss" if plan.may_serve else "request"
         if plan.may_serve and (curated := runtime.curated(plan)) is not None:
-            return self._hit(exchange, plan, curated, "faq", b"warmgate; hit; detail=faq", None)
+            row.outcome = "faq"
+            now, status = runtime.clock.time(), (b"cache-status", b"warmgate; hit; detail=faq")
+            return kept_response(plan, segments_for(plan, curated), now, [status])
+        self._shortcut.remember(exchange.request, plan)
         if plan.may_recall:
             now = runtime.clock.time()
             found = await runtime.recall.find(plan.identity, now)
@@ -119,12 +120,9 @@ class Pipeline:
                 age = max(0.0, now - entry.born)
                 state = freshness(age, expires - now, plan.lifetime.while_revalidate, plan.directives)
                 if state != "expired":
-                    row.upstream = entry.upstream
                     if state == "revalidate":
                         self._refresh(exchange, plan)
-                    outcome: Outcome = "exact" if state == "fresh" else "stale"
-                    status = b"warmgate; hit; ttl=%d; detail=%s" % (expires - now, outcome.encode())
-                    return self._hit(exchange, plan, entry.message, outcome, status, age, entry.usage)
+                    return self._hit(exchange, plan, entry, "exact" if state == "fresh" else "stale", expires)
                 stale, fwd = entry, "stale"
         if plan.directives.only_if_cached:
             row.outcome, row.reason = "miss", "only-if-cached"
@@ -139,30 +137,11 @@ class Pipeline:
             fwd = "bypass"
         return await self._join(exchange, plan, fwd, stale)
 
-    def _hit(
-        self,
-        exchange: Exchange,
-        plan: Plan,
-        message: bytes,
-        outcome: Outcome,
-        status: bytes,
-        age: float | None,
-        usage: dict[str, int] | None = None,
-    ) -> Response:
-        exchange.row.outcome, exchange.row.usage = outcome, usage
-        headers: Headers = [(b"cache-status", status)]
-        if age is not None:
-            headers.append((b"age", b"%d" % age))
-        return self._rendered(plan, message, headers)
-
-    def _rendered(self, plan: Plan, message: bytes, headers: Headers) -> Response:
-        """A kept message in the form this caller asked for, with an identity of its own."""
-        rendered: Rendered = plan.dialect.render(message)
-        identity = plan.dialect.identity(self._runtime.clock.time())
-        if not plan.dialect.streams(plan.body):
-            return Response(200, [JSON, *headers], identity.join(rendered.plain))
-        segments = rendered.stream_with_usage if plan.dialect.wants_usage(plan.body) else rendered.stream
-        return Response(200, [EVENT_STREAM, *NO_BUFFERING, *headers], identity.join(segments))
+    def _hit(self, exchange: Exchange, plan: Plan, entry: Entry, outcome: Outcome, expires: float) -> Response:
+        row, now = exchange.row, self._runtime.clock.time()
+        row.outcome, row.upstream, row.usage = outcome, entry.upstream, entry.usage
+        headers = hit_headers(outcome, max(0.0, now - entry.born), expires - now)
+        return kept_response(plan, segments_for(plan, entry.message), now, headers)
 
     async def _join(self, exchange: Exchange, plan: Plan, fwd: str, stale: Entry | None) -> Response:
         """Being answered right now? Then wait with the others; else make the call that others may join."""
@@ -246,15 +225,15 @@ class Pipeline:
             row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
             if stale is not None and head.status >= 500 and self._may_serve_after_error(plan, stale):
                 return None
-            other_form = head.status == 200 and head.stream != plan.dialect.streams(plan.body)
+            other_form = head.status == 200 and head.stream != plan.streams
             if collapsed and other_form:
                 landed: Landed = await flight.result
                 if landed.answer.message is None or landed.answer.outcome.fault:
                     return None
                 row.usage = landed.answer.usage
-                return self._rendered(
-                    plan, landed.answer.message, [(b"cache-status", self._status(plan, fwd, None, True))]
-                )
+                status = (b"cache-status", self._status(plan, fwd, None, collapsed=True))
+                segments = segments_for(plan, landed.answer.message)
+                return kept_response(plan, segments, self._runtime.clock.time(), [status])
             headers: Headers = [*head.headers, (b"x-warmgate-upstream", head.upstream.encode())]
             if head.whole:
                 pieces = [piece.asked async for piece in flight.pieces(token)]
@@ -262,9 +241,9 @@ class Pipeline:
                 row.usage, row.reason = landed.answer.usage, landed.reason
                 if head.status >= 400:
                     row.outcome = "error"
-                headers.append((b"cache-status", self._status(plan, fwd, landed, collapsed)))
+                headers.append((b"cache-status", self._status(plan, fwd, landed, collapsed=collapsed)))
                 return Response(head.status, headers, b"".join(pieces))
-            headers.append((b"cache-status", self._status(plan, fwd, None, collapsed)))
+            headers.append((b"cache-status", self._status(plan, fwd, None, collapsed=collapsed)))
             if head.stream:
                 headers += NO_BUFFERING
             handed_over = True
@@ -295,7 +274,7 @@ class Pipeline:
         finally:
             flight.leave(token)
 
-    def _status(self, plan: Plan, fwd: str, landed: Landed | None, collapsed: bool) -> bytes:
+    def _status(self, plan: Plan, fwd: str, landed: Landed | None, *, collapsed: bool) -> bytes:
         """RFC 9211: how the request was handled by the response cache."""
         parts = [f"warmgate; fwd={fwd}"]
         if collapsed:
@@ -316,10 +295,8 @@ class Pipeline:
         return self._runtime.clock.time() - stale.expires <= allowed
 
     def _serve_after_error(self, exchange: Exchange, plan: Plan, stale: Entry) -> Response:
-        now = self._runtime.clock.time()
-        status = b"warmgate; hit; ttl=%d; detail=stale" % (stale.expires - now)
         exchange.row.reason = "upstream failed"
-        return self._hit(exchange, plan, stale.message, "stale", status, max(0.0, now - stale.born), stale.usage)
+        return self._hit(exchange, plan, stale, "stale", stale.expires)
 
     def _upstream_failed(self, exchange: Exchange, error: UpstreamError | EncodingError) -> Response:
         exchange.row.outcome, exchange.row.reason = "error", str(error)
@@ -350,9 +327,8 @@ class Pipeline:
         runtime, row = self._runtime, exchange.row
         row.status = status
         row.latency = runtime.clock.monotonic() - exchange.began
-        usage = row.usage or {}
         if exchange.caller is not None:
-            runtime.tenants.release(exchange.caller, usage.get("prompt", 0) + usage.get("output", 0))
+            runtime.tenants.release(exchange.caller, row.tokens)
         if row.outcome in SAVED and row.ttft is None:
             row.ttft = row.latency
         runtime.ledger.record(row)

@@ -61,6 +61,11 @@ class Plan:
     outgoing: bytes
 
     @property
+    def streams(self) -> bool:
+        """Whether the caller wants a stream."""
+        return self.dialect.streams(self.body)
+
+    @property
     def may_serve(self) -> bool:
         """Whether the caller takes anything but a new answer."""
         return not self.directives.no_cache and not self.directives.no_store
@@ -202,7 +207,7 @@ class _Rule:
                 self.ttl = cache.ttl if rule.ttl is None else rule.ttl
                 self.while_revalidate = _given(rule.stale_while_revalidate, self.while_revalidate)
                 self.if_error = _given(rule.stale_if_error, self.if_error)
-                self.sampled = rule.sampled if rule.sampled is not None else self.sampled
+                self.sampled = rule.sampled or self.sampled
                 return
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Runtime:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._faq_seen: tuple[Path | None, float] = (None, 0.0)
         self.faq = Faq()
+        self.on_change: list[Callable[[], None]] = []
         self.apply(config)
 
     def apply(self, config: Config) -> None:
@@ -71,6 +72,7 @@ class Runtime:
         self.planner = Planner(config, self.secret)
         self.relay = Relay(self.planner, self.keeper, self.generations, self.clock, config.cache, self.not_stored)
         self.read_faq()
+        self._changed()
 
     async def open(self) -> None:
         """Opens the stores, learns of past purges, and starts watching for new ones."""
@@ -128,6 +130,12 @@ class Runtime:
             log.error("faq: %s", error)
         for collision in self.faq.collisions():
             log.warning("faq: %s", collision)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Tells those who remember what was decided under the old configuration or the old curated answers."""
+        for tell in self.on_change:
+            tell()
 
     async def _watch_faq(self) -> None:
         while True:

@@ -19,9 +19,9 @@ import uvloop
 from gateway.app import Gateway, create_app
 from gateway.config import Config
 from gateway.reload import ReloadError, reload
+from gateway.server import server_config
 from gateway.source import Source, adopted
 
-KEEP_ALIVE_SECONDS = 75
 LINE_LIMIT = 64 << 20  # a configuration with very many tenants is still one line
 
 log = logging.getLogger("warmgate.worker")
@@ -49,19 +49,7 @@ async def serve(listener: socket.socket, grace: float, source: Source) -> None:
         return config
 
     app = create_app(Config.model_validate_json(line), source=read_again)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(grace),
-        )
-    )
+    server = uvicorn.Server(server_config(app, grace=grace))
     following = asyncio.create_task(_follow(configs, app, server))
     try:
         await server.serve(sockets=[listener])

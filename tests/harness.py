@@ -16,6 +16,7 @@ from gateway.app import Gateway, create_app
 from gateway.clock import Clock
 from gateway.config import Config
 from gateway.reload import Source
+from gateway.server import server_config
 
 
 class FakeClock:
@@ -52,23 +53,26 @@ class Running:
 
 @asynccontextmanager
 async def running_gateway(
-    config: Mapping[str, Any], clock: Clock | None = None, source: Source | None = None
+    config: Mapping[str, Any], clock: Clock | None = None, source: Source | None = None, *, short_path: bool = True
 ) -> AsyncIterator[Running]:
     """Serves a gateway with this configuration (no disk cache unless it names one) until the block ends."""
     cache = {"disk": "off", **config.get("cache", {})}
     plain = {"ledger": "off", **config, "cache": cache}
     app = create_app(Config.model_validate(plain), clock=clock, source=source)
-    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+    async with (
+        serving(app, short_path=short_path) as url,
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+    ):
         yield Running(url, app, client)
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
-    """Serves an ASGI application on a free port, as the worker does; gives its address."""
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http="httptools", ws="none", lifespan="on", log_config=None, server_header=False)
-    )
-    server.config.load()
+async def serving(app: Gateway, *, short_path: bool = True) -> AsyncIterator[str]:
+    """Serves a gateway on a free port, as the worker does, with the short path or without; gives its address."""
+    config = server_config(app)
+    if not short_path:
+        config.http = "httptools"
+    server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
         if task.done():

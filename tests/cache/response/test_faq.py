@@ -35,7 +35,30 @@ def test_light_normalisation_finds_the_question(question: str) -> None:
 
 
 def test_signs_that_carry_meaning_keep_questions_apart() -> None:
-    things = ["5", "-5", "5!", ".5", "5%", "52", "5²", "$5", "C", "C++", "C#", "NET", ".NET", "[0,1]", "[0,1)", "½", "1/2", "12", "n", "n!", "10^2", "102"]
+    things = [
+        "5",
+        "-5",
+        "5!",
+        ".5",
+        "5%",
+        "52",
+        "5²",
+        "$5",
+        "C",
+        "C++",
+        "C#",
+        "NET",
+        ".NET",
+        "[0,1]",
+        "[0,1)",
+        "½",
+        "1/2",
+        "12",
+        "n",
+        "n!",
+        "10^2",
+        "102",
+    ]
     questions = [f"What is {thing}?" for thing in things]
     for one, other in combinations(questions, 2):
         assert normalise(one) != normalise(other), (one, other)

@@ -1,0 +1,53 @@
+"""A memo from the raw bytes of a request body to its plan, so that an exact repeat is neither parsed nor hashed anew.
+
+xxh3 finds, comparing the bytes confirms. A memo is good for one configuration; it is dropped whole when that changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from cache.response.entry import Entry
+from gateway.plan import Plan
+from policies.eviction import S3Fifo
+
+Scope = tuple[str, str, tuple[str, ...]]
+"""What besides the body makes the plan: dialect, tenant, and the values of the headers its answers vary by."""
+
+_OVERHEAD = 4096
+
+
+@dataclass(slots=True)
+class Remembered:
+    """A body, its plan, and the answer last rendered for it, valid as long as ``entry`` is the one that is found."""
+
+    body: bytes
+    plan: Plan
+    entry: Entry | None = None
+    segments: tuple[bytes, ...] = ()
+
+
+class Memo:
+    """Bounded in bytes; a body counts three times, for itself, its parsed form and its rendered answer."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._slots: dict[tuple[Scope, int], Remembered] = {}
+        self._policy: S3Fifo[tuple[Scope, int]] = S3Fifo(max_bytes)
+
+    def get(self, scope: Scope, body: bytes) -> Remembered | None:
+        """What is known of this very body under this scope."""
+        key = (scope, xxh3_64_intdigest(body))
+        slot = self._slots.get(key)
+        if slot is None or slot.body != body:
+            return None
+        self._policy.touch(key)
+        return slot
+
+    def put(self, scope: Scope, body: bytes, plan: Plan) -> None:
+        """Remembers the plan of a body."""
+        key = (scope, xxh3_64_intdigest(body))
+        self._slots[key] = Remembered(body, plan)
+        for gone in self._policy.insert(key, 3 * len(body) + _OVERHEAD):
+            del self._slots[gone]

@@ -1,0 +1,99 @@
+"""Answering an exact repeat from memory without parsing it: admission, limits, freshness and the ledger included.
+
+Used by the short path (`gateway.wire`). It answers only what the full path would answer with the same bytes, and
+otherwise leaves the request, untouched and uncounted, to the full path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.dialects import DIALECTS
+from gateway.hit import hit_headers, kept_response, segments_for
+from gateway.http import Request, Response
+from gateway.ids import accepted, unique
+from gateway.ledger import Row
+from gateway.memo import Memo, Scope
+from gateway.plan import Plan
+from gateway.runtime import Runtime
+from gateway.tenants import Caller, Denied
+
+MEMO_BYTES = 64 * 1024 * 1024
+_STEERING = (b"cache-control", b"x-warmgate-")
+
+
+@dataclass(frozen=True, slots=True)
+class Caught:
+    """What a request head says: who asks, under which scope bodies are remembered, and the request id it brought."""
+
+    caller: Caller
+    scope: Scope
+    request_id: str | None
+
+
+class Shortcut:
+    """The memo and the way through it; `forget` whenever the configuration or the curated answers change."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._memo = Memo(MEMO_BYTES)
+
+    def forget(self) -> None:
+        """Drops every remembered plan."""
+        self._memo = Memo(MEMO_BYTES)
+
+    def understand(self, request: Request) -> Caught | None:
+        """Reads a request without its body; None when it is not for the short path."""
+        dialect = DIALECTS.get(request.path)
+        if dialect is None:
+            return None
+        try:
+            caller = self._runtime.tenants.identify(request)
+        except Denied:
+            return None
+        return Caught(
+            caller, scope_of(request, dialect.name, dialect.vary, caller), accepted(request.header(b"x-request-id"))
+        )
+
+    def remember(self, request: Request, plan: Plan) -> None:
+        """Takes note of a plan that the full path has made, if memory could answer a repeat of the request."""
+        if plan.may_recall and not any(name.startswith(_STEERING) for name, _ in request.headers):
+            self._memo.put(scope_of(request, plan.dialect.name, plan.dialect.vary, plan.caller), request.body, plan)
+
+    def answer(self, caught: Caught, body: bytes) -> Response | None:
+        """The answer to a repeat, if memory holds a fresh one; None leaves the request to the full path."""
+        runtime = self._runtime
+        slot = self._memo.get(caught.scope, body)
+        if slot is None:
+            return None
+        plan = slot.plan
+        entry = runtime.recall.in_memory(plan.identity)
+        if entry is None:
+            return None
+        began, now = runtime.clock.monotonic(), runtime.clock.time()
+        if entry.expires <= now or runtime.generations.softened(entry.generations, entry.born):
+            return None
+        try:
+            caught.caller.require(plan.model.name)
+            runtime.tenants.admit(caught.caller)
+        except Denied:
+            return None
+        if slot.entry is not entry:
+            slot.entry, slot.segments = entry, segments_for(plan, entry.message)
+        row = Row(
+            at=now, tenant=plan.caller.tenant, model=plan.model.target, endpoint=plan.dialect.path, outcome="exact"
+        )
+        row.upstream, row.usage, row.stream, row.status = entry.upstream, entry.usage, plan.streams, 200
+        row.request_id = caught.request_id or unique(32)
+        headers = hit_headers("exact", max(0.0, now - entry.born), entry.expires - now)
+        headers.append((b"x-request-id", row.request_id.encode()))
+        response = kept_response(plan, slot.segments, now, headers)
+        row.latency = row.ttft = runtime.clock.monotonic() - began
+        runtime.tenants.release(caught.caller, row.tokens)
+        runtime.ledger.record(row)
+        return response
+
+
+def scope_of(request: Request, dialect: str, vary: tuple[str, ...], caller: Caller) -> Scope:
+    """See `Scope`."""
+    return dialect, caller.tenant, tuple(request.header(name.encode()) or "" for name in vary)

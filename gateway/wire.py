@@ -1,0 +1,103 @@
+"""The short path: a uvicorn protocol that answers a fresh memory hit straight from the socket, before ASGI is entered.
+
+It takes one complete ``POST`` whose head it surely understands (`gateway.heads`); all else, pipelined requests and
+unfinished ones among it, goes to uvicorn's own protocol and the full path, which gives the same answer. What it uses of
+uvicorn's internals: ``data_received``, ``on_message_begin``, ``on_message_complete``, the keep-alive timer, ``app``,
+``cycle``, ``pipeline`` and ``server_state``; the version is pinned and `tests/gateway/test_wire.py` holds the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.app import Gateway
+from gateway.heads import MAX_HEAD, Head
+from gateway.http import Response
+
+
+class WireProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with the short path in front; the application must be the `Gateway` itself, not wrapped."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        gateway = self.app
+        assert isinstance(gateway, Gateway)
+        self._heads = gateway.heads
+        self._shortcut = gateway.shortcut
+        self._in_message = False  # uvicorn's parser has begun a message and not seen its end
+        self._head: Head | None = None  # the body of this head is still coming
+        self._parts: list[bytes] = []
+        self._missing = 0
+        self._last_hit = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._more(self._head, data)
+        elif self._in_message or self.pipeline or (self.cycle is not None and not self.cycle.response_complete):
+            super().data_received(data)
+        else:
+            self._first(data)
+
+    def _first(self, data: bytes) -> None:
+        """Data between two requests: it begins a new one."""
+        end = data.find(b"\r\n\r\n", 0, MAX_HEAD) + 4
+        head = self._heads.get(data[:end]) if end > 4 else None
+        missing = head.length + head.body_length - len(data) if head is not None else -1
+        if head is None or missing < 0:
+            super().data_received(data)
+        elif missing:
+            self._head, self._parts, self._missing = head, [data], missing
+        else:
+            self._whole(head, data)
+
+    def _more(self, head: Head, data: bytes) -> None:
+        """A further part of a body that comes in several reads."""
+        self._parts.append(data)
+        self._missing -= len(data)
+        if self._missing > 0:
+            return
+        whole = b"".join(self._parts)
+        self._head, self._parts = None, []
+        if self._missing:
+            super().data_received(whole)
+        else:
+            self._whole(head, whole)
+
+    def _whole(self, head: Head, data: bytes) -> None:
+        """One whole request and nothing behind it."""
+        response = self._shortcut.answer(head.caught, data[head.length :])
+        if response is None:
+            super().data_received(data)
+            return
+        self.transport.write(self._bytes(response))
+        self.server_state.total_requests += 1
+        self._last_hit = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_handler()
+
+    def _bytes(self, response: Response) -> bytes:
+        body = response.body
+        assert isinstance(body, bytes)
+        parts = [STATUS_LINE[response.status]]
+        for name, value in (*self.server_state.default_headers, *response.headers):
+            parts += (name, b": ", value, b"\r\n")
+        parts += (b"content-length: %d\r\n\r\n" % len(body), body)
+        return b"".join(parts)
+
+    def on_message_begin(self) -> None:
+        self._in_message = True
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """The timer is not renewed by every hit; when it fires it looks whether it is due."""
+        left = self._last_hit + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
