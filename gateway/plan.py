@@ -16,7 +16,7 @@ from typing import Any
 
 from cache.response.canonical import BadBody, Identity, Scope, identify, parse, respell
 from cache.response.tags import scopes_of
-from gateway.config import Config
+from gateway.config import Cache, Config, TenantCache
 from gateway.dialects.base import Dialect
 from gateway.http import Request
 from gateway.tenants import Caller
@@ -26,6 +26,7 @@ from policies.freshness import Directives, Lifetime, parse_cache_control
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _MAX_TAGS = 16
 _FOREVER = 366 * 86400.0
+_NO_SETTINGS = TenantCache()
 
 
 class BadRequest(ValueError):
@@ -104,7 +105,7 @@ class Planner:
         self._config = config
         self._secret = secret
         self._revisions = {alias.target: alias.revision or "" for alias in config.models.values()}
-        self._limits = {tenant.name: tenant.cache for tenant in config.tenants}
+        self._tenants = {tenant.name: tenant.cache for tenant in config.tenants}
 
     def model(self, name: str) -> Model:
         """What a model name stands for."""
@@ -130,7 +131,8 @@ class Planner:
         directives = parse_cache_control(request.header(b"cache-control") or "")
         namespace = _label(request, b"x-warmgate-namespace")
         asked_ttl = _seconds(request, b"x-warmgate-ttl")
-        rule = _Rule(self._config, caller.tenant, model, dialect.path)
+        own = self._tenants.get(caller.tenant, _NO_SETTINGS)
+        rule = _Rule(self._config.cache, own, caller.tenant, model, dialect.path)
         opted_in = bool(asked_ttl) or bool(directives.max_age) or directives.only_if_cached
         sampled: Sampled = "faq" if model.faq and rule.sampled == "never" else rule.sampled
         ask = dialect.ask(body)
@@ -159,7 +161,7 @@ class Planner:
             identity=identity,
             namespace=namespace,
             tags=_tags(request),
-            lifetime=self._lifetime(rule, caller, asked_ttl),
+            lifetime=self._lifetime(rule, own, asked_ttl),
             sampled=not temperature_zero,
             outgoing=outgoing,
         )
@@ -178,10 +180,9 @@ class Planner:
             return raw
         return respell({name: value for name, value in {**body, **changes}.items() if name != "cache_salt"})
 
-    def _lifetime(self, rule: _Rule, caller: Caller, asked_ttl: float | None) -> Lifetime:
+    def _lifetime(self, rule: _Rule, own: TenantCache, asked_ttl: float | None) -> Lifetime:
         ceiling = self._config.cache.max_ttl
-        own = self._limits.get(caller.tenant)
-        if own is not None and own.max_ttl is not None:
+        if own.max_ttl is not None:
             ceiling = min(ceiling, own.max_ttl)
         ttl = rule.ttl if asked_ttl is None else asked_ttl
         return Lifetime(min(ttl, ceiling), rule.while_revalidate, rule.if_error)
@@ -190,13 +191,11 @@ class Planner:
 class _Rule:
     """The settings that hold for one tenant, model and path: the first rule that matches, then the defaults."""
 
-    def __init__(self, config: Config, tenant: str, model: Model, path: str) -> None:
-        cache = config.cache
-        own = next((t.cache.sampled for t in config.tenants if t.name == tenant), None)
+    def __init__(self, cache: Cache, own: TenantCache, tenant: str, model: Model, path: str) -> None:
         self.ttl = cache.ttl
         self.while_revalidate = cache.stale_while_revalidate
         self.if_error = cache.stale_if_error
-        self.sampled: Sampled = own if own is not None else cache.sampled
+        self.sampled: Sampled = own.sampled or cache.sampled
         for rule in cache.rules:
             names = (model.name, model.target)
             if (
