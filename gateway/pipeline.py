@@ -328,7 +328,7 @@ class Pipeline:
         row.status = status
         row.latency = runtime.clock.monotonic() - exchange.began
         if exchange.caller is not None:
-            runtime.tenants.release(exchange.caller, row.tokens)
+            runtime.tenants.release(exchange.caller, row.usage)
         if row.outcome in SAVED and row.ttft is None:
             row.ttft = row.latency
         runtime.ledger.record(row)

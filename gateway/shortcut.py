@@ -89,7 +89,7 @@ class Shortcut:
         headers.append((b"x-request-id", row.request_id.encode()))
         response = kept_response(plan, slot.segments, now, headers)
         row.latency = row.ttft = runtime.clock.monotonic() - began
-        runtime.tenants.release(caught.caller, row.tokens)
+        runtime.tenants.release(caught.caller, row.usage)
         runtime.ledger.record(row)
         return response
 

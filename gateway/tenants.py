@@ -114,11 +114,12 @@ class Tenants:
             )
         usage.concurrent += 1
 
-    def release(self, caller: Caller, tokens: int) -> None:
-        """The caller's request is over and gave it ``tokens`` (prompt and output)."""
+    def release(self, caller: Caller, served: dict[str, int] | None) -> None:
+        """The caller's request is over; ``served`` are its tokens, as far as known."""
         caller.usage.concurrent -= 1
-        if caller.usage.tokens is not None:
-            caller.usage.tokens.spend(tokens, self._clock.monotonic())
+        if caller.usage.tokens is not None and served:
+            spent = served.get("prompt", 0) + served.get("output", 0)
+            caller.usage.tokens.spend(spent, self._clock.monotonic())
 
 
 def presented_key(request: Request) -> str | None:
