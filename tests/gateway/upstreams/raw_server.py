@@ -102,5 +102,5 @@ async def ask(
 async def until(true: Callable[[], bool], within: float = 5.0) -> None:
     """Wait for something that the event loop will do soon."""
     async with asyncio.timeout(within):
-        while not true():  # noqa: ASYNC110 (there is no event to wait for: the test looks from outside)
+        while not true():
             await asyncio.sleep(0.002)
