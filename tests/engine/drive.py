@@ -28,9 +28,14 @@ class Result:
         return self.sequence.tokens[self.sequence.prompt_length :]
 
 
+def submit(core: EngineCore, job: Generation) -> Result:
+    """Queues a job; `advance` fills the result."""
+    return Result(core.add(job))
+
+
 def run_all(core: EngineCore, jobs: Iterable[Generation]) -> dict[str, Result]:
     """Runs all jobs to their end, together. Fails if a step makes no progress."""
-    results = {job.id: Result(core.add(job)) for job in jobs}
+    results = {job.id: submit(core, job) for job in jobs}
     while core.busy:
         advance(core, results)
     return results

@@ -1,0 +1,86 @@
+"""A model-based random test: thousands of rounds of submit, cancel, evict and reset on tiny pools.
+
+Every finished request must equal its cache-off reference token for token, and every block must come back.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core import EngineCore, Generation
+from engine.sampling import SamplingParams
+from tests.engine import tiny
+from tests.engine.drive import GREEDY, Result, advance, run, submit
+
+REFERENCE = tiny.core(blocks=64, prefix_reuse=False)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
+
+
+class Machine:
+    """Random actions on one engine, checked against what is known."""
+
+    def __init__(self, seed: int, blocks: int) -> None:
+        self.rng = random.Random(seed)
+        self.core: EngineCore = tiny.core(blocks=blocks, max_running=self.rng.choice([1, 3, 8]))
+        self.heads = [[self.rng.randrange(256) for _ in range(self.rng.randrange(4, 40))] for _ in range(5)]
+        self.results: dict[str, Result] = {}
+        self.jobs: dict[str, Generation] = {}
+        self.checked = 0
+
+    def submit(self) -> None:
+        rng = self.rng
+        ids = rng.choice(self.heads) + [rng.randrange(256) for _ in range(rng.randrange(1, 14))]
+        longest = self.core.context - len(ids)
+        job = Generation(
+            id=str(len(self.jobs)),
+            prompt=ids,
+            max_tokens=min(rng.randrange(1, 24), longest),
+            sampling=rng.choice([GREEDY, GREEDY, SAMPLED]),
+            salt=rng.choice([b"", b"", b"T1"]),
+            priority=rng.choice([0, 0, 0, 1, -1]),
+        )
+        self.jobs[job.id] = job
+        self.results[job.id] = submit(self.core, job)
+
+    def cancel(self) -> None:
+        if running := self.core.jobs():
+            job = self.rng.choice(running)
+            self.core.cancel(job)
+            del self.results[job]
+
+    def step(self) -> None:
+        advance(self.core, self.results)
+
+    def act(self) -> None:
+        action = self.rng.choices([self.step, self.submit, self.cancel, self.core.manager.reset], [70, 22, 6, 2])[0]
+        if action == self.submit and len(self.core.jobs()) > 12:
+            action = self.step
+        action()
+        self.core.check_integrity()
+
+    def check_finished(self) -> None:
+        for name, result in list(self.results.items()):
+            if result.reason is not None:
+                del self.results[name]
+                job = self.jobs[name]
+                plain = Generation("ref", job.prompt, job.max_tokens, job.sampling)
+                expected = run(REFERENCE, plain)
+                assert (result.tokens, result.text, result.reason) == (expected.tokens, expected.text, expected.reason)
+                self.checked += 1
+
+
+@pytest.mark.parametrize(("seed", "blocks"), [(1, 14), (2, 16), (3, 24), (4, 40)])
+def test_random_lives_end_as_their_references_do(seed: int, blocks: int) -> None:
+    machine = Machine(seed, blocks)
+    for _ in range(800):
+        machine.act()
+        machine.check_finished()
+    while machine.core.busy:
+        machine.step()
+        machine.core.check_integrity()
+    machine.check_finished()
+    assert not machine.results
+    assert machine.checked > 30
+    assert machine.core.manager.free == blocks
