@@ -48,17 +48,22 @@ class Codec:
         self.payload_bytes = payload_bytes
 
     def record_bytes(self, block: Block, tenant: bytes) -> int:
-        """Length of the block's record."""
+        """Length of the block's record; the longest is that of any block but the first of a chain."""
         return _PREFIX.size + _CHECKSUM_BYTES + len(self._header(block, tenant)) + self.payload_bytes
 
     def allocate(self, block: Block, tenant: bytes) -> tuple[bytearray, memoryview]:
         """A record without checksum, unreadable until `seal`, and the view of its payload, to be filled first."""
+        record = bytearray(self.record_bytes(block, tenant))
+        return record, self.begin(memoryview(record), block, tenant)
+
+    def begin(self, record: memoryview, block: Block, tenant: bytes) -> memoryview:
+        """`allocate` in memory that is there already, exactly `record_bytes` long; returns the view of the payload."""
         header = self._header(block, tenant)
-        record = bytearray(_PREFIX.size + _CHECKSUM_BYTES + len(header) + self.payload_bytes)
-        _PREFIX.pack_into(record, 0, MAGIC, VERSION, 0, len(header), self.payload_bytes)
         start = _PREFIX.size + _CHECKSUM_BYTES
+        _PREFIX.pack_into(record, 0, MAGIC, VERSION, 0, len(header), self.payload_bytes)
+        record[_PREFIX.size : start] = bytes(_CHECKSUM_BYTES)
         record[start : start + len(header)] = header
-        return record, memoryview(record)[start + len(header) :]
+        return record[start + len(header) :]
 
     def seal(self, record: bytearray | memoryview) -> None:
         """Writes the checksum; the payload must not change after it."""

@@ -22,7 +22,7 @@ from cache.prefix.transfer import Lookup, Transfer
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 4 * 2**20  # moved between two looks at the deadline; large enough to make a round trip cheap
+WINDOW_BYTES = 4 * 2**20  # copied or stored between two looks at what else is to be done
 RETRY_AFTER = 30.0  # seconds until a block that the remote tier did not take is offered again
 
 
@@ -61,6 +61,7 @@ class Mover:
         self._uses = uses
         self._clock = clock
         self._window = max(1, WINDOW_BYTES // block_bytes)
+        self._pull_window = max(1, remote.tier.window_bytes // block_bytes) if remote else 0
         self._copies_left = backlog_bytes
         self._queued: set[bytes] = set()  # digests that wait to be read from host memory
         self._lock = threading.Lock()
@@ -139,7 +140,7 @@ class Mover:
     async def _prefetch(self, lookup: Lookup, host: HostTier, stop: int) -> None:
         at = lookup.host
         while at < stop and not lookup.abandoned:
-            window = lookup.blocks[at : min(at + self._window, stop)]
+            window = lookup.blocks[at : min(at + self._pull_window, stop)]
             if not host.lookup(window[:1]):
                 arriving = self._arriving.get(window[0].digest)
                 if arriving is not None:
@@ -158,12 +159,12 @@ class Mover:
         )
         try:
             while not transfer.done and (at := transfer.loaded) < len(transfer.blocks):
-                window = transfer.blocks[at : at + self._window]
-                if self._from_host(window, transfer):
+                if self._from_host(transfer.blocks[at : at + self._window], transfer):
                     await asyncio.sleep(0)
                     continue
                 if remote is None:
                     break
+                window = transfer.blocks[at : at + self._pull_window]
                 arriving = self._arriving.get(window[0].digest)
                 if arriving is not None:
                     try:

@@ -1,7 +1,7 @@
 """The remote tier in Redis: one key per block, always with an expiry.
 
     {prefix}:kv{version}:{layout}:{tenant}:{block hash}  ->  codec record
-    {prefix}:kvq{version}:{layout}:{tenant}              ->  for a tenant with a quota: sorted set of its block hashes by expiry
+    {prefix}:kvq{version}:{layout}:{tenant}              ->  sorted set: block hashes by expiry, if there is a quota
 
 One block per key, not a run of several: blocks of the sizes that matter (0.4 to 4 MB) read at 2.3 GB/s singly and at
 1.6 GB/s in runs of eight, whose values outgrow the processor's caches; a key costs 6 microseconds. And a run would have
@@ -27,7 +27,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from cache.prefix.blocks import Block
 from cache.prefix.codec import VERSION, BadBlock, Codec, tenant_tag
-from cache.prefix.tiers import Lease, TierFull
+from cache.prefix.tiers import Lease, Limits, TierFull
 
 LOOKUP_WINDOW = 256  # keys asked for in one round trip; a lookup stops at the first window with a gap
 
@@ -51,6 +51,8 @@ class RedisTier:
     """
 
     name = "redis"
+    limits = Limits(lookup=0.25, load=1.0, store=5.0)
+    window_bytes = 4 * 2**20  # small enough to stop in time, large enough to make a round trip cheap
 
     def __init__(
         self,

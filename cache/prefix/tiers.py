@@ -44,12 +44,25 @@ class Lease:
     handle: Any = None
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that one call to a tier may take. A load or store moves one window of blocks at a time."""
+
+    lookup: float = 0.25
+    load: float = 1.0
+    store: float = 5.0
+
+
 class Tier(Protocol):
     """A store of blocks outside this process. All verbs run on one event loop; a cancelled verb leaves no trace."""
 
     name: str
     ttl: float
     """Seconds after which the tier may have forgotten what it was given."""
+    limits: Limits
+    """How long a call to it may reasonably take."""
+    window_bytes: int
+    """How much to ask for in one load."""
 
     async def lookup(self, blocks: Sequence[Block], tenant: bytes) -> int:
         """How many leading blocks it holds, as far as can be told without reading them."""
@@ -110,15 +123,6 @@ class TierStats:
             return asdict(self)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds that one call to a tier may take. A load or store moves one window of blocks at a time."""
-
-    lookup: float = 0.25
-    load: float = 1.0
-    store: float = 5.0
-
-
 class GuardedTier:
     """A tier whose verbs never raise and never hang; what it learns about speed goes into `cost`."""
 
@@ -137,7 +141,7 @@ class GuardedTier:
         self.cost = Cost()
         self.breaker = breaker or Breaker(clock=clock)
         self._block_bytes = block_bytes
-        self._limits = limits or Limits()
+        self._limits = limits or tier.limits
         self._clock = clock
 
     async def lookup(self, blocks: Sequence[Block], tenant: bytes) -> int:

@@ -12,7 +12,7 @@ import redis
 
 from cache.prefix.blocks import Block, chain
 from cache.prefix.codec import BadBlock, Codec
-from cache.prefix.tiers import Lease
+from cache.prefix.tiers import Lease, Limits
 
 BLOCK_BYTES = 4096
 BLOCK_TOKENS = 4
@@ -86,6 +86,8 @@ class FaultyTier:
 
     name = "remote"
     ttl = 3600.0
+    limits = Limits(lookup=0.25, load=1.0, store=5.0)
+    window_bytes = 4 * 2**20
 
     def __init__(self, records: dict[bytes, bytes] | None = None) -> None:
         self.records = {} if records is None else records
