@@ -61,7 +61,7 @@ async def running_gateway(
     app = create_app(Config.model_validate(plain), clock=clock, source=source)
     async with (
         serving(app, short_path=short_path) as url,
-        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=False) as client,
     ):
         yield Running(url, app, client)
 
@@ -69,7 +69,7 @@ async def running_gateway(
 @asynccontextmanager
 async def serving(app: Gateway, *, short_path: bool = True) -> AsyncIterator[str]:
     """Serves a gateway on a free port, as the worker does, with the short path or without; gives its address."""
-    config = server_config(app)
+    config = server_config(app, grace=2)
     if not short_path:
         config.http = "httptools"
     server = uvicorn.Server(config)
@@ -83,7 +83,6 @@ async def serving(app: Gateway, *, short_path: bool = True) -> AsyncIterator[str
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        server.force_exit = True
         await task
 
 

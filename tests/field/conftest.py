@@ -1,0 +1,159 @@
+"""The bench of the field cases: a gateway in front of a scripted upstream, in every world it may live in.
+
+A world is where answers are kept (memory, disk, Redis; the lower tiers with the memory tier off, so that they answer)
+and whether the short path is in front. The oracle is the upstream's call count and the text of the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from loadtest.stub_upstream import StubUpstream
+from tests.harness import FakeClock, Running, running_gateway, upstream
+from tests.services import RedisServer, redis_server
+
+B: dict[str, Any] = {"model": "m1", "temperature": 0, "messages": [{"role": "user", "content": "Say A"}]}
+CHAT = "/v1/chat/completions"
+WORLDS = [f"{store}-{path}" for store in ("memory", "disk", "redis") for path in ("wire", "full")]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response, with what the oracle says of it: ``rose`` is by how much the upstream's call count rose."""
+
+    response: httpx.Response
+    rose: int
+
+    @property
+    def status(self) -> int:
+        return self.response.status_code
+
+    @property
+    def cache_status(self) -> str:
+        return self.response.headers.get("cache-status", "")
+
+    @property
+    def is_hit(self) -> bool:
+        return self.rose == 0 and "hit" in self.cache_status
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON events of a stream, without the end mark."""
+        lines = [
+            line.removeprefix("data:").strip() for line in self.response.text.splitlines() if line.startswith("data:")
+        ]
+        return [orjson.loads(line) for line in lines if line != "[DONE]"]
+
+    @property
+    def text(self) -> str:
+        """The answer's text (of its first choice), whichever form it came in."""
+        if "event-stream" in self.response.headers.get("content-type", ""):
+            choices = [choice for event in self.events for choice in event.get("choices", ())]
+            return "".join(choice["delta"].get("content") or "" for choice in choices if choice["index"] == 0)
+        return self.response.json()["choices"][0]["message"]["content"]
+
+
+class Bench:
+    """A gateway and its upstream."""
+
+    def __init__(self, gateway: Running, upstream: StubUpstream, clock: FakeClock) -> None:
+        self.gateway = gateway
+        self.u = upstream
+        self.clock = clock
+
+    async def send(
+        self, body: dict[str, Any] | bytes, path: str = CHAT, key: str | None = None, **headers: str
+    ) -> Reply:
+        """Sends a body (header names with underscores) and waits until what is to be kept is kept."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if key is not None:
+            named["authorization"] = f"Bearer {key}"
+        content = body if isinstance(body, bytes) else orjson.dumps(body)
+        before = self.u.n
+        response = await self.gateway.client.post(
+            path, content=content, headers={"content-type": "application/json", **named}
+        )
+        await self.gateway.app.runtime.keeper.drain()
+        return Reply(response, self.u.n - before)
+
+    async def miss(
+        self, body: dict[str, Any] | bytes, path: str = CHAT, key: str | None = None, **headers: str
+    ) -> Reply:
+        """Sends, and holds that it went upstream."""
+        reply = await self.send(body, path, key, **headers)
+        assert reply.rose == 1, f"expected a miss: {reply.cache_status} {reply.response.text[:200]}"
+        assert "hit" not in reply.cache_status
+        return reply
+
+    async def hit(
+        self, body: dict[str, Any] | bytes, path: str = CHAT, key: str | None = None, **headers: str
+    ) -> Reply:
+        """Sends, and holds that it was answered from the cache."""
+        reply = await self.send(body, path, key, **headers)
+        assert reply.is_hit, f"expected a hit: rose {reply.rose}, {reply.cache_status} {reply.response.text[:200]}"
+        return reply
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a bench lives; `bench` makes one, several share what lies below the memory tier."""
+
+    store: str
+    short_path: bool
+    cache: dict[str, Any]
+
+    @contextlib.asynccontextmanager
+    async def bench(
+        self, u: StubUpstream | None = None, clock: FakeClock | None = None, **config: Any
+    ) -> AsyncIterator[Bench]:
+        """A gateway with this configuration over the world's store; without ``u`` it gets an upstream of its own."""
+        clock = clock or FakeClock()
+        async with contextlib.AsyncExitStack() as stack:
+            if u is None:
+                u = await stack.enter_async_context(StubUpstream(models=("m1", "m2")))
+            cache = {**self.cache, **config.pop("cache", {})}
+            whole = {"upstreams": [upstream(u.url)], **config, "cache": cache}
+            gateway = await stack.enter_async_context(running_gateway(whole, clock, short_path=self.short_path))
+            yield Bench(gateway, u, clock)
+
+
+@pytest.fixture(scope="session")
+def redis_process() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(params=WORLDS)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    """Each world in turn, empty."""
+    store, path = request.param.split("-")
+    if store == "memory":
+        cache: dict[str, Any] = {}
+    elif store == "disk":
+        cache = {"memory": "off", "disk": {"path": str(tmp_path / "cache"), "max_bytes": "64MiB"}}
+    else:
+        server: RedisServer = request.getfixturevalue("redis_process")
+        cache = {"memory": "off", "redis": {"url": server.url, "prefix": uuid.uuid4().hex, "timeout": "1s"}}
+    return World(store, path == "wire", cache)
+
+
+@pytest.fixture
+async def bench(world: World) -> AsyncIterator[Bench]:
+    """A bench with one tenant and no keys."""
+    async with world.bench() as made:
+        yield made
+
+
+def tools(*names: str, **schema: Any) -> list[dict[str, Any]]:
+    """Function tools with these names."""
+    parameters = {"type": "object", "properties": {"q": {"type": "string", **schema}}}
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in names]
