@@ -16,7 +16,8 @@ def segments_for(plan: Plan, message: bytes) -> tuple[bytes, ...]:
 
 def kept_response(plan: Plan, segments: tuple[bytes, ...], now: float, headers: Headers) -> Response:
     """A kept message as a response with these ``headers``. ``now``: unix seconds."""
-    body = plan.dialect.identity(now).join(segments)
+    own = plan.dialect.identity(now) + plan.dialect.echo(plan.body)
+    body = own.join(segments)
     if plan.streams:
         return Response(200, [EVENT_STREAM, *NO_BUFFERING, *headers], body)
     return Response(200, [JSON, *headers], body)

@@ -31,7 +31,7 @@ class Ask:
 
     ``temperature`` is None when absent; ``side_effects`` names what the request does besides answering (storing it
     upstream, running in the background), ``world`` what its answer reads besides the prompt (hosted search, hosted
-    files).
+    files), ``reservation`` what speaks against a cached answer unless the caller wishes for one.
     """
 
     turns: Sequence[Turn]
@@ -39,6 +39,7 @@ class Ask:
     tools: bool = False
     side_effects: str = ""
     world: str = ""
+    reservation: str = ""
     always_deterministic: bool = False
 
 
@@ -61,13 +62,15 @@ class Outcome:
 
 
 def judge(ask: Ask, *, sampled: Sampled, opted_in: bool) -> Verdict:
-    """Judges a request. ``sampled``: the operator's setting for this model; ``opted_in``: the caller's explicit wish."""
+    """Judges a request. ``sampled``: the operator's setting for this model; ``opted_in``: the caller's own wish."""
     if ask.side_effects:
         return Verdict(False, f"side effect: {ask.side_effects}")
     if opted_in:
         return Verdict(True, "caller opted in")
     if ask.world:
         return Verdict(False, f"answer depends on the world: {ask.world}")
+    if ask.reservation:
+        return Verdict(False, ask.reservation)
     if ask.always_deterministic:
         return Verdict(True, "deterministic by nature")
     if ask.temperature is not None and (

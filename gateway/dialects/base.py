@@ -49,7 +49,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Bytes of an answer with gaps where its fresh identity goes: ``identity.join(segments)`` is the body."""
+    """Bytes of an answer with gaps for its fresh identity and its echo: ``(identity + echo).join(segments)`` is the
+    body.
+    """
 
     plain: tuple[bytes, ...]
     stream: tuple[bytes, ...]
@@ -111,14 +113,20 @@ class Dialect(ABC):
 
     @abstractmethod
     def identity(self, now: float) -> bytes:
-        """A fresh identity for one answer, as the bytes that fill the gaps of `Rendered`. ``now``: unix seconds."""
+        """A fresh identity for one answer, as bytes that fill the gaps of `Rendered`. ``now``: unix seconds."""
+
+    def echo(self, body: Mapping[str, Any]) -> bytes:
+        """Fields of the answer that repeat excluded fields of this caller's own request ``body``; they follow the
+        identity.
+        """
+        return b""
 
     @abstractmethod
     def curated(self, body: Mapping[str, Any], model: str, text: str) -> bytes | None:
         """A message that says ``text``, or None where the request asks for more than a curated text can give."""
 
     @abstractmethod
-    def error(self, status: int, message: str, code: str | None = None) -> bytes:
+    def error(self, status: int, message: str, code: str | None = None, request_id: str = "") -> bytes:
         """An error body in the dialect's form."""
 
     @abstractmethod

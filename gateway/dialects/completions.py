@@ -7,34 +7,15 @@ from typing import Any
 
 import orjson
 
+from gateway.dialects.choices import ChoicesDialect
+from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.joining import cut, merge
-from gateway.dialects.openai import OpenAIDialect
 from policies.cacheability import Ask, Turn
 
-_HARMLESS_TO_CURATED = frozenset(
-    [
-        "model",
-        "prompt",
-        "stream",
-        "stream_options",
-        "user",
-        "cache_salt",
-        "priority",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "n",
-        "best_of",
-        "max_tokens",
-    ]
-)
+_CURATED_DESPITE = DELIVERY | SAMPLING | CAPS | {"prompt"}
 
 
-class Completions(OpenAIDialect):
+class Completions(ChoicesDialect):
     """A prompt in, text out."""
 
     name = "completions"
@@ -52,24 +33,31 @@ class Completions(OpenAIDialect):
         )
 
     def curated(self, body: Mapping[str, Any], model: str, text: str) -> bytes | None:
-        limit = body.get("max_tokens")
-        if not body.keys() <= _HARMLESS_TO_CURATED or not isinstance(limit, int) or limit < len(text.encode()):
+        asked = given(body)
+        if not asked.keys() <= _CURATED_DESPITE or "max_tokens" not in asked or not room_for(text, asked):
             return None  # the default limit of 16 tokens would have cut it
-        if body.get("n") not in (None, 1):
-            return None
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop"}
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         return orjson.dumps({"object": self.answer_object, "model": model, "choices": [choice], "usage": usage})
 
+    def expected(self, body: Mapping[str, Any]) -> int:
+        prompt = body.get("prompt")
+        batch = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        return super().expected(body) * batch
+
+    def is_sound(self, choice: dict[str, Any]) -> bool:
+        return isinstance(choice.get("text"), str) and isinstance(choice.get("logprobs"), dict | None)
+
+    def refuses(self, choice: dict[str, Any]) -> bool:
+        return False
+
     def split(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
-        rest = {
-            name: value for name, value in choice.items() if name not in ("index", "text", "finish_reason", "logprobs")
-        }
-        text, logprobs = choice.get("text") or "", choice.get("logprobs")
+        text, logprobs = choice["text"], choice.get("logprobs")
         pieces = [text] if logprobs or not text else cut(text)
         parts = [{"text": piece, "logprobs": None, "finish_reason": None} for piece in pieces]
         parts[0]["logprobs"] = logprobs
-        return [*parts, {"text": "", "logprobs": None, "finish_reason": choice.get("finish_reason"), **rest}]
+        rest = {name: value for name, value in choice.items() if name not in ("index", "text", "logprobs")}
+        return [*parts, {"text": "", "logprobs": None, **rest}]
 
     def add(self, choice: dict[str, Any], part: dict[str, Any]) -> None:
         merge(choice, part)
