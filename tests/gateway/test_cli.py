@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gateway import cli
@@ -158,6 +159,25 @@ class TestServe:
         finally:
             process.kill()
             process.wait()
+
+    def test_no_process_outlives_a_killed_supervisor(self, tmp_path: Path):
+        (tmp_path / "warmgate.yaml").write_text(
+            "engine: off\nledger: off\ncache: {disk: off}\nlisten: {port: 0, workers: 2}"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway.cli", "serve"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout
+        assert any("Dashboard" in line for line in process.stdout)
+        workers = psutil.Process(process.pid).children()
+        process.kill()
+        process.communicate()
+        gone, alive = psutil.wait_procs(workers, timeout=20)
+        assert (len(gone), alive) == (2, [])
 
     def test_a_folder_named_like_one_of_our_packages_does_no_harm(self, tmp_path: Path):
         (tmp_path / "cache").mkdir()
