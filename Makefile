@@ -10,6 +10,7 @@ DONE := $(VENV)/.done
 INSTALL := $(BIN)/python scripts/install.py
 PIP_OPTIONS := --constraint constraints.txt
 JOBS ?= 2
+URL ?= http://127.0.0.1:8080
 
 .PHONY: help serve test lint format bench bench-http bench-engine loadtest clean
 .DELETE_ON_ERROR:
@@ -47,6 +48,17 @@ lint: $(DONE)/dev
 format: $(DONE)/dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+bench: bench-http bench-engine
+
+bench-http: $(DONE)/dev
+	@$(BIN)/python -m loadtest.bench_http $(ARGS)
+
+bench-engine: $(DONE)/dev $(DONE)/model
+	@$(BIN)/python -m loadtest.bench_engine $(ARGS)
+
+loadtest: $(DONE)/dev
+	@$(BIN)/locust -f loadtest/locustfile.py --headless --host $(URL) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
