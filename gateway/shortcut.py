@@ -1,4 +1,4 @@
-"""Answering an exact repeat from memory without parsing it: admission, limits, freshness and the ledger included.
+"""Answering an exact repeat from the cache without parsing it: admission, limits, freshness and the ledger included.
 
 Used by the short path (`gateway.wire`). It answers only what the full path would answer with the same bytes, and
 otherwise leaves the request, untouched and uncounted, to the full path.
@@ -6,14 +6,16 @@ otherwise leaves the request, untouched and uncounted, to the full path.
 
 from __future__ import annotations
 
+from asyncio import Future
 from dataclasses import dataclass
 
+from cache.response.entry import Entry
 from gateway.dialects import DIALECTS
 from gateway.hit import hit_headers, kept_response, segments_for
 from gateway.http import Request, Response
 from gateway.ids import accepted, unique
 from gateway.ledger import Row
-from gateway.memo import Memo, Scope
+from gateway.memo import Memo, Remembered, Scope
 from gateway.plan import Plan
 from gateway.runtime import Runtime
 from gateway.tenants import Caller, Denied
@@ -29,6 +31,15 @@ class Caught:
     caller: Caller
     scope: Scope
     request_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A lookup in the shared store under way: for which repeat, and since when (monotonic seconds)."""
+
+    slot: Remembered
+    call: Future[bytes | None]
+    began: float
 
 
 class Shortcut:
@@ -61,16 +72,28 @@ class Shortcut:
             self._memo.put(scope_of(request, plan.dialect.name, plan.dialect.vary, plan.caller), request.body, plan)
 
     def answer(self, caught: Caught, body: bytes) -> Response | None:
-        """The answer to a repeat, if memory holds a fresh one; None leaves the request to the full path."""
-        runtime = self._runtime
+        """The answer to a repeat, if memory holds a fresh one; None leaves it to `look_up` or the full path."""
         slot = self._memo.get(caught.scope, body)
-        if slot is None:
-            return None
-        plan = slot.plan
-        entry = runtime.recall.in_memory(plan.identity)
-        if entry is None:
-            return None
-        began, now = runtime.clock.monotonic(), runtime.clock.time()
+        entry = self._runtime.recall.in_memory(slot.plan.identity) if slot is not None else None
+        return self._serve(caught, slot, entry) if slot is not None and entry is not None else None
+
+    def look_up(self, caught: Caught, body: bytes) -> Lookup | None:
+        """Asks the shared store for the answer to a repeat; None leaves the request to the full path."""
+        slot = self._memo.get(caught.scope, body)
+        if slot is None or self._runtime.recall.in_memory(slot.plan.identity) is not None:
+            return None  # what memory holds is not fresh, or may not be served to this caller
+        call = self._runtime.recall.begin(slot.plan.identity)
+        return Lookup(slot, call, self._runtime.clock.monotonic()) if call is not None else None
+
+    def conclude(self, caught: Caught, lookup: Lookup) -> Response | None:
+        """The answer that a lookup, now done, has found; None leaves the request to the full path."""
+        runtime = self._runtime
+        entry = runtime.recall.end(lookup.slot.plan.identity, lookup.call, runtime.clock.time())
+        return self._serve(caught, lookup.slot, entry, lookup.began) if entry is not None else None
+
+    def _serve(self, caught: Caught, slot: Remembered, entry: Entry, began: float | None = None) -> Response | None:
+        runtime, plan = self._runtime, slot.plan
+        monotonic, now = runtime.clock.monotonic(), runtime.clock.time()
         if entry.expires <= now or runtime.generations.softened(entry.generations, entry.born):
             return None
         try:
@@ -88,7 +111,7 @@ class Shortcut:
         headers = hit_headers("exact", max(0.0, now - entry.born), entry.expires - now)
         headers.append((b"x-request-id", row.request_id.encode()))
         response = kept_response(plan, slot.segments, now, headers)
-        row.latency = row.ttft = runtime.clock.monotonic() - began
+        row.latency = row.ttft = runtime.clock.monotonic() - (monotonic if began is None else began)
         runtime.tenants.release(caught.caller, row.usage)
         runtime.ledger.record(row)
         return response

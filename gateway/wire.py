@@ -1,4 +1,4 @@
-"""The short path: a uvicorn protocol that answers a fresh memory hit straight from the socket, before ASGI is entered.
+"""The short path: a uvicorn protocol that answers a fresh hit straight from the socket, before ASGI is entered.
 
 It takes one complete ``POST`` whose head it surely understands (`gateway.heads`); all else, pipelined requests and
 unfinished ones among it, goes to uvicorn's own protocol and the full path, which gives the same answer. What it uses of
@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.app import Gateway
 from gateway.heads import MAX_HEAD, Head
 from gateway.http import Response
+from gateway.shortcut import Lookup
 
 
 class WireProtocol(HttpToolsProtocol):
@@ -30,10 +31,15 @@ class WireProtocol(HttpToolsProtocol):
         self._head: Head | None = None  # the body of this head is still coming
         self._parts: list[bytes] = []
         self._missing = 0
+        self._waiting: list[bytes] | None = None  # a lookup in the shared store is under way; what came meanwhile
+        self._ending = False
         self._last_hit = 0.0
 
     def data_received(self, data: bytes) -> None:
-        if self._head is not None:
+        if self._waiting is not None:
+            self._waiting.append(data)
+            self.flow.pause_reading()
+        elif self._head is not None:
             self._more(self._head, data)
         elif self._in_message or self.pipeline or (self.cycle is not None and not self.cycle.response_complete):
             super().data_received(data)
@@ -67,10 +73,33 @@ class WireProtocol(HttpToolsProtocol):
 
     def _whole(self, head: Head, data: bytes) -> None:
         """One whole request and nothing behind it."""
-        response = self._shortcut.answer(head.caught, data[head.length :])
-        if response is None:
+        body = data[head.length :]
+        response = self._shortcut.answer(head.caught, body)
+        if response is not None:
+            self._respond(response)
+        elif lookup := self._shortcut.look_up(head.caught, body):
+            self._waiting = []
+            lookup.call.add_done_callback(lambda _: self._looked_up(head, data, lookup))
+        else:
             super().data_received(data)
+
+    def _looked_up(self, head: Head, data: bytes, lookup: Lookup) -> None:
+        """The shared store has answered, or failed; whatever came meanwhile is a further request, or an early end."""
+        response = self._shortcut.conclude(head.caught, lookup)
+        behind, self._waiting = self._waiting, None
+        if self.transport.is_closing():
             return
+        if response is not None:
+            self._respond(response)
+        else:
+            super().data_received(data)
+        if behind:
+            self.flow.resume_reading()
+            self.data_received(b"".join(behind))
+        elif self._ending:
+            super().shutdown()
+
+    def _respond(self, response: Response) -> None:
         self.transport.write(self._bytes(response))
         self.server_state.total_requests += 1
         self._last_hit = self.loop.time()
@@ -85,6 +114,12 @@ class WireProtocol(HttpToolsProtocol):
             parts += (name, b": ", value, b"\r\n")
         parts += (b"content-length: %d\r\n\r\n" % len(body), body)
         return b"".join(parts)
+
+    def shutdown(self) -> None:
+        """A request whose lookup is under way is still answered."""
+        self._ending = True
+        if self._waiting is None:
+            super().shutdown()
 
     def on_message_begin(self) -> None:
         self._in_message = True

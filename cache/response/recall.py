@@ -4,16 +4,15 @@ nothing was purged.
 
 from __future__ import annotations
 
+from asyncio import Future
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cache.response.canonical import Identity
 from cache.response.entry import BadEntry, Entry, decode
 from cache.response.tags import Generations
 from cache.stores.breaker import GuardedStore
 from cache.stores.memory import MemoryStore
-
-Tier = Literal["memory", "disk", "redis"]
 
 
 class Found(NamedTuple):
@@ -59,8 +58,20 @@ class Recall:
         if self._shared is None:
             return None
         data = await self._shared.get(identity.key)
-        if data is None:
-            return None
+        entry = self.believe(identity, data, now) if data is not None else None
+        return Found(entry, self._shared.name) if entry is not None else None
+
+    def begin(self, identity: Identity) -> Future[bytes | None] | None:
+        """Starts a lookup in the shared store without a task; None: there is no store, or it is not to be asked now."""
+        return self._shared.begin_get(identity.key) if self._shared is not None else None
+
+    def end(self, identity: Identity, lookup: Future[bytes | None], now: float) -> Entry | None:
+        """What a lookup that is done has found."""
+        data = self._shared.end_get(lookup) if self._shared is not None else None
+        return self.believe(identity, data, now) if data is not None else None
+
+    def believe(self, identity: Identity, data: bytes, now: float) -> Entry | None:
+        """Reads what a shared store held; what is believed moves up with the life it had left."""
         try:
             entry = decode(data, identity.fingerprint)
         except BadEntry as error:
@@ -70,4 +81,4 @@ class Recall:
             return None
         if self._memory is not None:
             self._memory.set(identity.key, entry, entry.size, entry.kept_until)
-        return Found(entry, self._shared.name)
+        return entry
