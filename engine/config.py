@@ -24,6 +24,8 @@ class EngineConfig:
         step_tokens: token budget of one scheduling step.
         max_running: sequences that may run at once.
         threads: of matrix products; 0 takes all cores.
+        kv_events: ZMQ endpoint for KV events (see `events.py`); empty: none.
+        kv_events_replay: ZMQ endpoint to replay them from; empty: none.
         prefix_reuse: whether known prefixes are taken from the cache at all.
         batch_invariant: whether numbers must not depend on how many sequences decode together; costs speed at few.
     """
@@ -41,6 +43,8 @@ class EngineConfig:
     step_tokens: int = 128
     max_running: int = 16
     threads: int = 0
+    kv_events: str = ""
+    kv_events_replay: str = ""
     prefix_reuse: bool = True
     batch_invariant: bool = False
 

@@ -12,7 +12,7 @@ from cache.prefix.blocks import LayoutId, chain
 from engine.batch import Runner
 from engine.config import EngineConfig
 from engine.errors import ModelError, RequestError
-from engine.kv.manager import BlockEvents, BlockManager
+from engine.kv.manager import BlockEvents, BlockManager, NoEvents
 from engine.kv.pool import KVPool
 from engine.model.llama import Llama
 from engine.model.weights import ModelFiles
@@ -72,7 +72,8 @@ class EngineCore:
             device=device,
             dtype=dtype,
         )
-        self.manager = BlockManager(self.pool.blocks, events)
+        self._events = events or NoEvents()
+        self.manager = BlockManager(self.pool.blocks, self._events)
         self.scheduler = Scheduler(
             self.manager,
             block_size=config.block_size,
@@ -151,6 +152,7 @@ class EngineCore:
             return []
         results = self.runner.run(step)
         self.scheduler.commit(step)
+        self._events.flush()
         self.counters.computed_tokens += sum(end - start for _, start, end in step.prefills)
         return [(sequence.id, self._take(sequence, logits)) for sequence, logits in results]
 
@@ -171,6 +173,11 @@ class EngineCore:
 
     def _count_finish(self, reason: str) -> None:
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every known prefix; running sequences keep their blocks."""
+        self.manager.reset()
+        self._events.flush()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if any block is lost, held twice or wrongly counted."""

@@ -86,7 +86,7 @@ class EngineApp:
 
     async def reset_prefix_cache(self) -> Response:
         self._check_ready()
-        await self._worker.ask(self._worker.core.manager.reset)
+        await self._worker.ask(self._worker.core.reset_prefix_cache)
         return _json({"status": "ok"})
 
     def _card(self) -> dict[str, Any]:

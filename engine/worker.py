@@ -20,7 +20,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.core import EngineCore, Generation
 from engine.errors import ModelError, RequestError
-from engine.kv.manager import BlockEvents
+from engine.events import KVEvents
 from engine.model.chat import ChatTemplate
 from engine.model.weights import ModelFiles, open_model
 from engine.output import Delta
@@ -40,14 +40,13 @@ class Worker:
         self,
         config: EngineConfig,
         *,
-        events: BlockEvents | None = None,
         opener: Callable[[str], ModelFiles] = open_model,
     ) -> None:
         self.config = config
         self._open = opener
         self.ready = False
         self.failure: str | None = None
-        self._events = events
+        self._events: KVEvents | None = None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Delta]] = {}
         self._stopping = False
@@ -65,6 +64,8 @@ class Worker:
         self._commands.put(lambda: None)
         if self._thread.is_alive():
             self._thread.join(timeout=30)
+        if self._events is not None:
+            self._events.close()
 
     async def generate(self, job: Generation) -> AsyncGenerator[Delta, None]:
         """Runs one generation; leaving the iteration early cancels it. Raises `RequestError` if the engine fails."""
@@ -120,6 +121,10 @@ class Worker:
         began = time.monotonic()
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
+        if self.config.kv_events:
+            self._events = KVEvents(
+                self.config.kv_events, self.config.kv_events_replay, block_size=self.config.block_size
+            )
         log.info("reading model %s", self.config.model)
         files = self._open(self.config.model)
         with tqdm(total=files.spec.layers, desc="loading layers", unit="layer", disable=not sys.stderr.isatty()) as bar:

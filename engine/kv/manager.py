@@ -16,11 +16,12 @@ from cache.prefix.blocks import Block
 
 
 class BlockEvents(Protocol):
-    """Hears what the index gains and loses."""
+    """Hears what the index gains and loses; `flush` comes after every step."""
 
     def stored(self, block: Block) -> None: ...
     def removed(self, block: Block) -> None: ...
     def cleared(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 class NoEvents:
@@ -29,16 +30,17 @@ class NoEvents:
     def stored(self, block: Block) -> None: ...
     def removed(self, block: Block) -> None: ...
     def cleared(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 class BlockManager:
     """Reference counts, free lists and the prefix index over `blocks` blocks. Not thread-safe: one owner."""
 
-    def __init__(self, blocks: int, events: BlockEvents | None = None) -> None:
+    def __init__(self, blocks: int, events: BlockEvents) -> None:
         self.total = blocks
         self.collisions = 0
         self.evictions = 0
-        self._events = events or NoEvents()
+        self._events = events
         self._counts = [0] * blocks
         self._content: list[Block | None] = [None] * blocks
         self._index: dict[bytes, int] = {}
@@ -80,6 +82,10 @@ class BlockManager:
             self.collisions += 1
             return None
         return block
+
+    def indexed(self) -> list[Block]:
+        """All blocks that can be found now."""
+        return [block for block in self._content if block is not None]
 
     def is_held(self, block: int) -> bool:
         """Whether some sequence holds the block now."""

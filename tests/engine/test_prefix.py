@@ -13,7 +13,7 @@ import torch
 
 from cache.prefix.blocks import chain
 from engine.core import EngineCore, Generation
-from engine.kv import manager as manager_module
+from engine.kv.manager import BlockManager, NoEvents
 from engine.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.drive import GREEDY, advance, run, run_all, submit
@@ -196,7 +196,7 @@ def test_a_reset_while_running_leaves_the_running_alone(core: EngineCore) -> Non
     results = {"a": submit(core, job("a", ids, tokens=20))}
     for _ in range(6):
         advance(core, results)
-    core.manager.reset()
+    core.reset_prefix_cache()
     core.check_integrity()
     while core.busy:
         advance(core, results)
@@ -210,4 +210,4 @@ def test_integrity_checks_can_fail(core: EngineCore) -> None:
     assert core.manager.allocate(1)
     with pytest.raises(AssertionError):
         core.check_integrity()
-    assert manager_module.BlockManager(4).allocate(5) is None
+    assert BlockManager(4, NoEvents()).allocate(5) is None

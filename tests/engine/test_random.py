@@ -54,7 +54,8 @@ class Machine:
         advance(self.core, self.results)
 
     def act(self) -> None:
-        action = self.rng.choices([self.step, self.submit, self.cancel, self.core.manager.reset], [70, 22, 6, 2])[0]
+        actions = [self.step, self.submit, self.cancel, self.core.reset_prefix_cache]
+        [action] = self.rng.choices(actions, [70, 22, 6, 2])
         if action == self.submit and len(self.core.jobs()) > 12:
             action = self.step
         action()
