@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, HTTPException, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cache.response.faq import FaqError, read_faq
 from cache.response.tags import EVERYTHING, before, soft
-from gateway.config import SecretError
+from gateway.access import plain, require_operator
 from gateway.dialects import DIALECTS
-from gateway.http import Request as GatewayRequest
-from gateway.ledger import Group
 from gateway.plan import BadRequest, read_body
-from gateway.receive import is_loopback
 from gateway.reload import ReloadError, Source, reload
+from gateway.reporting import rows_response, sums_response
 from gateway.runtime import Runtime
-from gateway.tenants import Caller, Denied, presented_key
+from gateway.tenants import Caller, Denied
+from gateway.vitals import of_all_workers
 from policies.freshness import freshness
 
 _TARGETS = ("key", "tag", "model", "tenant", "namespace", "before", "all")
@@ -27,35 +26,15 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     """The routes under ``/admin``."""
 
     def operator(request: Request) -> None:
-        configured = runtime.config.admin.key
-        if configured is None:
-            if not is_loopback(request.scope.get("client")):
-                raise HTTPException(403, "Without admin.key, /admin answers on loopback only.")
-            return
-        shown = presented_key(plain(request, b""))
-        try:
-            good = shown is not None and configured.matches(shown)
-        except SecretError as error:
-            raise HTTPException(503, f"admin.key cannot be read: {error}.") from None
-        if not good:
-            raise HTTPException(401, "The admin key is missing or wrong.")
+        require_operator(runtime, request)
 
     router = APIRouter(prefix="/admin", dependencies=[Depends(operator)])
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
-        shared, memory = runtime.shared, runtime.memory
         return {
-            "outcomes": runtime.ledger.summary(),
-            "memory": {"bytes": memory.bytes, "entries": len(memory), "evictions": memory.evictions}
-            if memory
-            else None,
-            "store": {"name": shared.name, "circuit": shared.breaker.state} if shared else None,
-            "flights": len(runtime.flights),
-            "upstreams": [
-                {"name": m.name, "in_flight": m.in_flight, "models": sorted(m.known_models or ())}
-                for m in runtime.pool.members
-            ],
+            "worker": runtime.ledger.worker,
+            "workers": await of_all_workers(runtime),
             "faq_entries": len(runtime.faq.entries),
         }
 
@@ -110,12 +89,12 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
         return {"purged": scope, "soft": bool(order.get("soft")), "everywhere": everywhere}
 
     @router.get("/ledger")
-    async def ledger(by: str = "outcome", rows: int = 0) -> dict[str, Any]:
-        names = tuple(by.split(","))
-        if not set(names) <= set(Group._fields):
-            raise HTTPException(400, f"'by' must name some of {', '.join(Group._fields)}.")
-        recent = list(runtime.ledger.recent)[-rows:] if rows > 0 else []
-        return {"groups": runtime.ledger.summary(names), "rows": recent}
+    async def ledger(request: Request) -> Response:
+        return await sums_response(runtime, request.query_params, None)
+
+    @router.get("/ledger/rows")
+    async def ledger_rows(request: Request) -> Response:
+        return await rows_response(runtime, request.query_params, None)
 
     @router.post("/reload")
     async def reload_config() -> dict[str, Any]:
@@ -175,8 +154,3 @@ def purge_scope(order: dict[str, Any], runtime: Runtime) -> str:
     if name == "namespace":
         return f"namespace:{order.get('tenant', 'default')}/{value}"
     return f"{name}:{value}"
-
-
-def plain(request: Request, body: bytes) -> GatewayRequest:
-    """A FastAPI request as the gateway's own."""
-    return GatewayRequest(request.method, request.url.path, b"", list(request.scope["headers"]), body)

@@ -20,6 +20,7 @@ from gateway.receive import ClientGone, Unreadable, read_request
 from gateway.reload import Source, reload
 from gateway.runtime import Runtime
 from gateway.shortcut import Shortcut
+from gateway.vitals import packed
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -43,6 +44,7 @@ class Gateway:
         self.heads = Heads(self.shortcut, runtime.config.limits.max_body)
         self.pipeline = Pipeline(runtime, self.shortcut)
         runtime.on_change += [self.shortcut.forget, self.heads.forget]
+        runtime.ledger.watch(lambda: packed(runtime))
         self._pages = FastAPI(title="Warmgate", docs_url=None, redoc_url=None, lifespan=self._lifespan)
         self._pages.include_router(health_routes(runtime))
         self._pages.include_router(admin_routes(runtime, source))

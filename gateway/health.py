@@ -26,7 +26,7 @@ def health_routes(runtime: Runtime) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        body, content_type = render(runtime)
+        body, content_type = await render(runtime)
         return Response(body, media_type=content_type)
 
     return router

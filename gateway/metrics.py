@@ -1,102 +1,156 @@
-"""Prometheus metrics, read off the ledger and the stores at the moment of the scrape, so that requests pay nothing for
-them.
+"""Prometheus metrics, the same from whichever worker is asked: counters from the ledger that all workers share, gauges
+from each worker's own words, told apart by the label ``worker``. Requests pay nothing for them. `docs/metrics.md` lists
+them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.ledger import BOUNDS, SAVED
+from gateway.ledger import LedgerClosed
+from gateway.ledger import counters as c
+from gateway.ledger.query import Sum, totals
+from gateway.ledger.schema import GROUP
 from gateway.runtime import Runtime
+from gateway.vitals import Vitals, of_all_workers
+from policies.pricing import PICO
 
-_STATES = {"closed": 0, "half-open": 1, "open": 2}
+_CIRCUITS = {"closed": 0, "half-open": 1, "open": 2}
+_GROUP = list(GROUP)
+_TIMED = ["model", "outcome", "stream"]
+_LE = [*(str(bound) for bound in c.BOUNDS), "+Inf"]
 
 
-def render(runtime: Runtime) -> tuple[bytes, str]:
+async def render(runtime: Runtime) -> tuple[bytes, str]:
     """The exposition text and its content type."""
-    registry = CollectorRegistry()
-    registry.register(_Scrape(runtime))
+    workers = await of_all_workers(runtime)
+    try:
+        sums = await runtime.ledger.read(totals)
+    except LedgerClosed:
+        sums = []
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Scrape(sums, workers))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class _Scrape(Collector):
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, sums: list[Sum], workers: dict[str, Vitals]) -> None:
+        self._sums = [(_labels(line.key), line.counts) for line in sums]
+        self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._requests()
-        yield from self._cache()
-        yield from self._upstreams()
-
-    def _requests(self) -> Iterator[Metric]:
-        labels = ["tenant", "model", "endpoint", "outcome", "upstream"]
-        requests = CounterMetricFamily("warmgate_requests", "Requests by how they were answered.", labels=labels)
-        tokens = CounterMetricFamily(
-            "warmgate_tokens",
-            "Tokens served, by kind, and whether an upstream computed them.",
-            labels=[*labels, "kind", "source"],
+        yield self._counter("warmgate_requests", "Requests, each under exactly one outcome.", c.REQUESTS)
+        yield self._kinds(
+            "warmgate_served_tokens",
+            "Tokens that callers were told their answers hold.",
+            {"prompt": c.SERVED_PROMPT, "output": c.SERVED_OUTPUT},
         )
-        latency = HistogramMetricFamily("warmgate_request_seconds", "From arrival to the last byte.", labels=labels)
-        for group, totals in self._runtime.ledger.totals.items():
-            values = [str(part) for part in group]
-            requests.add_metric(values, totals.requests)
-            source = "cache" if group.outcome in SAVED else "upstream"
-            tokens.add_metric([*values, "prompt", source], totals.prompt_tokens)
-            tokens.add_metric([*values, "output", source], totals.output_tokens)
-            tokens.add_metric([*values, "provider_cached", source], totals.provider_cached_tokens)
-            buckets: list[tuple[str, float]] = []
-            below = 0
-            for bound, count in zip((*map(str, BOUNDS), "+Inf"), totals.latency_counts, strict=True):
-                below += count
-                buckets.append((bound, below))
-            latency.add_metric(values, buckets=buckets, sum_value=totals.latency_sum)
-        yield requests
-        yield tokens
-        yield latency
-
-    def _cache(self) -> Iterator[Metric]:
-        runtime = self._runtime
-        yield GaugeMetricFamily("warmgate_flights", "Upstream calls that others may join.", value=len(runtime.flights))
-        if runtime.memory is not None:
-            yield GaugeMetricFamily(
-                "warmgate_memory_bytes", "Bytes held in the memory tier.", value=runtime.memory.bytes
-            )
-            yield GaugeMetricFamily("warmgate_memory_entries", "Entries in the memory tier.", value=len(runtime.memory))
-            yield CounterMetricFamily(
-                "warmgate_memory_evictions", "Entries evicted from the memory tier.", value=runtime.memory.evictions
-            )
-        not_stored = CounterMetricFamily("warmgate_not_stored", "Answers not stored, by reason.", labels=["reason"])
-        for reason, count in runtime.not_stored.items():
-            not_stored.add_metric([reason], count)
-        yield not_stored
-        bad = CounterMetricFamily(
-            "warmgate_bad_entries", "Stored bytes that were not believed, by reason.", labels=["reason"]
+        yield self._counter("warmgate_served_unknown", "Good answers without a usage report.", c.UNKNOWN_SERVED)
+        yield self._counter("warmgate_upstream_calls", "Calls to upstreams that have ended.", c.CALLS)
+        yield self._kinds(
+            "warmgate_upstream_tokens",
+            "Tokens of upstream calls; unsplit: prompt tokens of which the upstream did not say whether it had them.",
+            {"computed": c.COMPUTED, "cached": c.CACHED, "unsplit": c.UNSPLIT, "output": c.OUTPUT},
         )
-        for reason, count in runtime.recall.bad_entries.items():
-            bad.add_metric([reason], count)
-        yield bad
-        if runtime.shared is not None:
-            name = runtime.shared.name
-            state = GaugeMetricFamily("warmgate_store_circuit", "0 closed, 1 half-open, 2 open.", labels=["store"])
-            state.add_metric([name], _STATES[runtime.shared.breaker.state])
-            yield state
-            calls = CounterMetricFamily(
-                "warmgate_store_calls", "Calls to the shared store.", labels=["store", "call", "result"]
-            )
-            for call, results in runtime.shared.counters.items():
-                for result, count in results.items():
-                    calls.add_metric([name, call, result], count)
-            yield calls
-
-    def _upstreams(self) -> Iterator[Metric]:
-        load = GaugeMetricFamily(
-            "warmgate_upstream_in_flight", "Requests under way at an upstream.", labels=["upstream"]
+        yield self._counter(
+            "warmgate_upstream_cache_write_tokens",
+            "Of the computed prompt tokens: those the provider put into its cache.",
+            c.CACHE_WRITE,
         )
-        for member in self._runtime.pool.members:
-            load.add_metric([member.name], member.in_flight)
-        yield load
+        yield self._counter("warmgate_upstream_unknown_usage", "Calls without a usage report.", c.UNKNOWN_USAGE)
+        yield self._counter("warmgate_cost_usd", "What upstream calls cost, as far as known.", c.COST_PICO, PICO)
+        yield self._counter("warmgate_cost_unknown", "Calls whose cost is unknown.", c.UNKNOWN_COST)
+        yield self._counter("warmgate_saved_usd", "What saved answers would have cost.", c.SAVED_PICO, PICO)
+        yield self._counter("warmgate_saved_unknown", "Saved answers whose cost is unknown.", c.UNKNOWN_SAVED)
+        yield self._counter("warmgate_slo_judged", "Requests measured against a service level.", c.SLO_JUDGED)
+        yield self._counter("warmgate_slo_met", "Requests that met it.", c.SLO_MET)
+        yield self._counter("warmgate_slo_met_tokens", "Output tokens of requests that met it.", c.SLO_MET_TOKENS)
+        yield self._histogram(
+            "warmgate_request_seconds", "From arrival to the last byte.", c.LATENCY_US, c.FIRST_LATENCY, c.FIRST_TTFT
+        )
+        yield self._histogram(
+            "warmgate_ttft_seconds", "From arrival to the first token.", c.TTFT_US, c.FIRST_TTFT, len(c.COLUMNS)
+        )
+        yield from self._gauges()
+
+    def _counter(self, name: str, what: str, column: int, per: int = 1) -> Metric:
+        family = CounterMetricFamily(name, what, labels=_GROUP)
+        for labels, counts in self._sums:
+            if counts[column]:
+                family.add_metric(labels, counts[column] / per if per > 1 else counts[column])
+        return family
+
+    def _kinds(self, name: str, what: str, columns: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, what, labels=[*_GROUP, "kind"])
+        for labels, counts in self._sums:
+            for kind, column in columns.items():
+                if counts[column]:
+                    family.add_metric([*labels, kind], counts[column])
+        return family
+
+    def _histogram(self, name: str, what: str, total: int, first: int, last: int) -> Metric:
+        """By fewer labels than the counters, since each has many buckets."""
+        family = HistogramMetricFamily(name, what, labels=_TIMED)
+        added: dict[tuple[str, ...], c.Counters] = defaultdict(c.counters)
+        for labels, counts in self._sums:
+            c.add(added[tuple(labels[_GROUP.index(label)] for label in _TIMED)], counts)
+        for labels, counts in added.items():
+            buckets = list(zip(_LE, accumulate(counts[first:last]), strict=True))
+            if buckets[-1][1]:
+                family.add_metric(labels, buckets, counts[total] / 1e6)
+        return family
+
+    def _gauges(self) -> Iterator[Metric]:
+        """Each worker's own; a worker that has ended takes its series with it."""
+        flights = _gauge("warmgate_flights", "Upstream calls that others may join.")
+        memory = _gauge("warmgate_memory_bytes", "Bytes held in the memory tier.")
+        most = _gauge("warmgate_memory_max_bytes", "Bytes the memory tier may hold.")
+        entries = _gauge("warmgate_memory_entries", "Entries in the memory tier.")
+        evictions = CounterMetricFamily("warmgate_memory_evictions", "Entries evicted from memory.", labels=["worker"])
+        not_stored = _counter("warmgate_not_stored", "Answers not stored, by reason.", "reason")
+        bad = _counter("warmgate_bad_entries", "Stored bytes that were not believed, by reason.", "reason")
+        circuit = _gauge("warmgate_store_circuit", "0 closed, 1 half-open, 2 open.", "store")
+        calls = _counter("warmgate_store_calls", "Calls to the shared store.", "store", "call", "result")
+        load = _gauge("warmgate_upstream_in_flight", "Requests under way at an upstream.", "upstream")
+        ledger = _gauge("warmgate_ledger_ok", "Whether the ledger can be written.")
+        dropped = _counter("warmgate_ledger_dropped", "Requests that the ledger had to give up counting.")
+        for worker, told in self._workers.items():
+            flights.add_metric([worker], told["flights"])
+            if told["memory"] is not None:
+                memory.add_metric([worker], told["memory"]["bytes"])
+                most.add_metric([worker], told["memory"]["max_bytes"])
+                entries.add_metric([worker], told["memory"]["entries"])
+                evictions.add_metric([worker], told["memory"]["evictions"])
+            for family, counts in ((not_stored, told["not_stored"]), (bad, told["bad_entries"])):
+                for reason, count in counts.items():
+                    family.add_metric([worker, reason], count)
+            if told["store"] is not None:
+                name = told["store"]["name"]
+                circuit.add_metric([worker, name], _CIRCUITS[told["store"]["circuit"]])
+                for call, results in told["store"]["calls"].items():
+                    for result, count in results.items():
+                        calls.add_metric([worker, name, call, result], count)
+            for upstream, state in told["upstreams"].items():
+                load.add_metric([worker, upstream], state["in_flight"])
+            ledger.add_metric([worker], not told["ledger"]["problem"])
+            dropped.add_metric([worker], told["ledger"]["dropped"])
+        yield from (flights, memory, most, entries, evictions, not_stored, bad, circuit, calls, load, ledger, dropped)
+
+
+def _labels(key: Sequence[object]) -> list[str]:
+    return [*map(str, key[:-1]), "true" if key[-1] else "false"]
+
+
+def _gauge(name: str, what: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, what, labels=["worker", *labels])
+
+
+def _counter(name: str, what: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(name, what, labels=["worker", *labels])

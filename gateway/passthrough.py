@@ -25,10 +25,12 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
             raise Denied(403, "This key is limited to some models, and this request names none.", "model_not_allowed")
         caller.require(name)
     member = await _member(runtime, name, request)
-    row.model, row.upstream = name or "", member.name
+    row.model, row.upstream = runtime.planner.model(name).target if name else "", member.name
     headers = through_to_upstream(request, request_id, member.proof(request))
     with member.loaded():
         response = await member.send(request.method, request.path, request.query, headers, request.body)
+    if response.status >= 400:
+        row.outcome, row.reason = "error", f"status {response.status}"
     kept = [*through_to_caller(response.headers), (b"x-warmgate-upstream", member.name.encode())]
     kept.append((b"cache-status", b"warmgate; fwd=bypass"))
     return Response(response.status, kept, _body(response, member))

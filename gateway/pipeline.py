@@ -43,7 +43,9 @@ class Exchange:
 
     def error(self, status: int, message: str, code: str | None = None) -> bytes:
         """An error body in the form of the API that was asked."""
-        return self.dialect.error(status, message, code) if self.dialect else error_body(status, message, code)
+        if self.dialect is None:
+            return error_body(status, message, code)
+        return self.dialect.error(status, message, code, self.request_id)
 
 
 class Pipeline:
@@ -60,14 +62,16 @@ class Pipeline:
         try:
             response = await self._admitted(exchange)
         except Denied as denied:
+            exchange.row.outcome = "error"
             retry = [(b"retry-after", b"%d" % denied.retry_after)] if denied.retry_after is not None else []
             response = self._error(exchange, denied.status, denied.message, denied.code, retry)
         except BadRequest as error:
+            exchange.row.outcome = "error"
             response = self._error(exchange, 400, str(error), "invalid_request")
         except (UpstreamError, EncodingError) as error:
             response = self._upstream_failed(exchange, error)
         except BaseException:
-            exchange.row.reason = exchange.row.reason or "caller left"
+            exchange.row.outcome, exchange.row.reason = "error", exchange.row.reason or "caller left"
             self._close(exchange, 499)
             raise
         if isinstance(response.body, bytes):
@@ -134,7 +138,7 @@ class Pipeline:
                 [(b"cache-status", b"warmgate; fwd=%s" % fwd.encode())],
             )
         if not plan.verdict.cacheable:
-            fwd = "bypass"
+            fwd, row.reason = "bypass", plan.verdict.reason
         return await self._join(exchange, plan, fwd, stale)
 
     def _hit(self, exchange: Exchange, plan: Plan, entry: Entry, outcome: Outcome, expires: float) -> Response:
@@ -151,8 +155,9 @@ class Pipeline:
             response = await self._follow(exchange, plan, flight, collapsed=True, fwd=fwd)
             if response is not None:
                 return response
-        members = await self._route(plan, exchange.request)
-        flight = self._take_off(exchange, plan, members, shared=plan.may_join and plan.identity.key not in flights)
+        members = await self._route(exchange, plan)
+        shared = plan.may_join and plan.identity.key not in flights
+        flight = self._take_off(exchange, plan, members, "bypass" if fwd == "bypass" else "miss", shared=shared)
         try:
             response = await self._follow(exchange, plan, flight, collapsed=False, fwd=fwd, stale=stale)
         except (UpstreamError, EncodingError):
@@ -164,15 +169,19 @@ class Pipeline:
             return self._serve_after_error(exchange, plan, stale)
         return response
 
-    async def _route(self, plan: Plan, request: Request) -> list[Member]:
-        members = await self._runtime.pool.serving(plan.model.target, request)
+    async def _route(self, exchange: Exchange, plan: Plan) -> list[Member]:
+        members = await self._runtime.pool.serving(plan.model.target, exchange.request)
         if members:
             return members
         if not self._runtime.pool.members:
             raise UpstreamError("connect", "no upstream is configured", sent=False)
+        exchange.row.model, exchange.row.reason = "", f"model_not_found: {plan.model.name}"
         raise Denied(404, f"The model {plan.model.name[:100]!r} does not exist here.", "model_not_found")
 
-    def _take_off(self, exchange: Exchange, plan: Plan, members: list[Member], *, shared: bool) -> CallFlight:
+    def _take_off(
+        self, exchange: Exchange, plan: Plan, members: list[Member], cause: Outcome, *, shared: bool
+    ) -> CallFlight:
+        """Begins an upstream call, to be counted under the outcome that causes it."""
         runtime = self._runtime
         flight = new_flight()
         flights, key = runtime.flights, plan.identity.key
@@ -183,7 +192,7 @@ class Pipeline:
 
         if shared:
             flights[key] = flight
-        flight.start(runtime.relay.fly(plan, exchange.request, exchange.request_id, members, flight), over)
+        flight.start(runtime.relay.fly(plan, exchange.request, exchange.request_id, members, flight, cause), over)
         return flight
 
     def _refresh(self, exchange: Exchange, plan: Plan) -> None:
@@ -193,11 +202,11 @@ class Pipeline:
 
         async def renew() -> None:
             try:
-                members = await self._route(plan, exchange.request)
+                members = await self._route(exchange, plan)
             except (Denied, UpstreamError):
                 return
             if plan.identity.key not in self._runtime.flights:
-                self._take_off(exchange, plan, members, shared=True).keep_going()
+                self._take_off(exchange, plan, members, "stale", shared=True).keep_going()
 
         self._runtime.background(renew())
 
@@ -223,6 +232,8 @@ class Pipeline:
             head: Head = await flight.head
             row.upstream = head.upstream
             row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
+            if head.status >= 400:
+                row.outcome, row.reason = "error", f"status {head.status}"
             if stale is not None and head.status >= 500 and self._may_serve_after_error(plan, stale):
                 return None
             other_form = head.status == 200 and head.stream != plan.streams
@@ -238,9 +249,7 @@ class Pipeline:
             if head.whole:
                 pieces = [piece.asked async for piece in flight.pieces(token)]
                 landed = await flight.result
-                row.usage, row.reason = landed.answer.usage, landed.reason
-                if head.status >= 400:
-                    row.outcome = "error"
+                row.usage, row.reason = landed.answer.usage, landed.reason or row.reason
                 headers.append((b"cache-status", self._status(plan, fwd, landed, collapsed=collapsed)))
                 return Response(head.status, headers, b"".join(pieces))
             headers.append((b"cache-status", self._status(plan, fwd, None, collapsed=collapsed)))
@@ -265,7 +274,7 @@ class Pipeline:
                         row.ttft = clock.monotonic() - exchange.began
                     yield data
             landed = await flight.result
-            row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason
+            row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason or row.reason
             if landed.failure:
                 row.outcome = "error"
         except FellBehind:
@@ -317,6 +326,9 @@ class Pipeline:
             async for chunk in body:
                 yield chunk
             complete = True
+        except (UpstreamError, EncodingError) as error:
+            exchange.row.reason = str(error)
+            raise
         finally:
             await body.aclose()
             if not complete:

@@ -7,8 +7,8 @@ it learnt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from cache.response.entry import Entry
@@ -20,6 +20,8 @@ from gateway.config import Cache
 from gateway.dialects.base import Answer, BrokenStream, Collector, Piece
 from gateway.encoding import Decoder, EncodingError, UnknownCoding, decoder
 from gateway.http import Headers, Request
+from gateway.ledger import Call
+from gateway.ledger import Outcome as RowOutcome
 from gateway.plan import Plan, Planner
 from gateway.sse import Event, EventReader, EventTooLarge
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
@@ -33,6 +35,8 @@ BOUND = 8 * 1024 * 1024
 """Bytes that one flight holds for late joiners and slow readers."""
 RETRY_ELSEWHERE = frozenset((502, 503, 504, 529))
 """Statuses by which an upstream says that another may do better."""
+UNUSED = {"prompt": 0, "output": 0, "cached": 0}
+"""What an upstream used for a request that it refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,14 @@ class Landed:
     failure: str = ""
 
 
+@dataclass(slots=True)
+class _Spending:
+    """Of a call under way: whether an upstream may have worked, and the tokens it reports."""
+
+    made: bool = True
+    usage: dict[str, int] | None = None
+
+
 CallFlight = Flight[Head, Piece, Landed]
 
 
@@ -76,6 +88,7 @@ class Relay:
         clock: Clock,
         cache: Cache,
         not_stored: Counter[str],
+        spent: Callable[[Call], None],
     ) -> None:
         self._planner = planner
         self._keeper = keeper
@@ -84,28 +97,52 @@ class Relay:
         self._accepted = cache.store_finish
         self._max_entry = cache.max_entry
         self._not_stored = not_stored
+        self._spent = spent
 
     async def fly(
-        self, plan: Plan, request: Request, request_id: str, members: Sequence[Member], flight: CallFlight
+        self,
+        plan: Plan,
+        request: Request,
+        request_id: str,
+        members: Sequence[Member],
+        flight: CallFlight,
+        cause: RowOutcome,
     ) -> Landed:
-        """The producer: calls the first of ``members`` that answers; raises `UpstreamError` when none does."""
+        """The producer: calls the first of ``members`` that answers; raises `UpstreamError` when none does. ``cause``:
+        the outcome of the request for which it calls.
+        """
         born = self._clock.time()
         stamped = self._generations.stamp(plan.scopes)
         for position, member in enumerate(members):
             last = position == len(members) - 1
-            with member.loaded():
+            with member.loaded(), self._counted(plan, member, cause) as call:
                 try:
                     response = await self._send(plan, request, request_id, member)
-                except UpstreamError:
+                except UpstreamError as error:
+                    call.made = error.sent
                     if last:
                         raise
                     continue
+                if response.status >= 300:
+                    call.usage = UNUSED
                 if response.status in RETRY_ELSEWHERE and not last:
                     response.close()
                     continue
                 landed = await self._read(plan, member, response, flight)
+                call.usage = call.usage or landed.answer.usage
             return self._keep(plan, landed, born, stamped)
         raise UpstreamError("connect", "no upstream serves this model", sent=False)
+
+    @contextmanager
+    def _counted(self, plan: Plan, member: Member, cause: RowOutcome) -> Iterator[_Spending]:
+        """Tells the ledger of one call, however it ends."""
+        spending = _Spending()
+        try:
+            yield spending
+        finally:
+            if spending.made:
+                names = (plan.caller.tenant, plan.model.target, plan.dialect.path, member.name)
+                self._spent(Call(self._clock.time(), *names, cause, plan.streams, spending.usage))
 
     async def _send(self, plan: Plan, request: Request, request_id: str, member: Member) -> UpstreamResponse:
         headers = to_upstream(request, request_id, member.proof(request))

@@ -25,6 +25,7 @@ def reload(runtime: Runtime, source: Source | None) -> None:
         raise ReloadError(str(error)) from None
     old = runtime.config
     fixed = [name for name in ("memory", "disk", "redis") if getattr(config.cache, name) != getattr(old.cache, name)]
+    fixed = [f"cache.{name}" for name in fixed] + (["ledger"] if config.ledger != old.ledger else [])
     if fixed:
-        raise ReloadError(f"A change of {', '.join(f'cache.{name}' for name in fixed)} needs a restart.")
+        raise ReloadError(f"A change of {', '.join(fixed)} needs a restart.")
     runtime.apply(config)

@@ -26,11 +26,13 @@ from cache.stores.redis import RedisStore
 from gateway.clock import Clock, SystemClock
 from gateway.config import Config
 from gateway.ledger import Ledger
+from gateway.ledger.settings import load_prices, service_levels
 from gateway.plan import Plan, Planner
 from gateway.relay import CallFlight, Relay
 from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.pool import Pool
+from policies.pricing import PriceError, PriceTable
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class Runtime:
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
         self.client = UpstreamClient()
-        self.ledger = Ledger()
+        self.ledger = Ledger(config.ledger, self.clock)
         self.generations = Generations()
         self.flights: dict[bytes, CallFlight] = {}
         self.not_stored: Counter[str] = Counter()
@@ -70,7 +72,16 @@ class Runtime:
         self.tenants = Tenants(config, self.clock)
         self.pool = Pool(config, self.client, self.clock)
         self.planner = Planner(config, self.secret)
-        self.relay = Relay(self.planner, self.keeper, self.generations, self.clock, config.cache, self.not_stored)
+        self.relay = Relay(
+            self.planner,
+            self.keeper,
+            self.generations,
+            self.clock,
+            config.cache,
+            self.not_stored,
+            self.ledger.spent,
+        )
+        self.ledger.apply(self._prices(), service_levels(config))
         self.read_faq()
         self._changed()
 
@@ -82,6 +93,7 @@ class Runtime:
                 self.generations.learn(scope, generation)
             self.background(self.shared.watch(self.generations.learn))
         self.background(self._watch_faq())
+        self.background(self.ledger.run())
 
     async def close(self) -> None:
         """Ends what runs behind requests, writes what is pending, and closes stores and connections."""
@@ -91,6 +103,7 @@ class Runtime:
         if self.shared is not None:
             await self.shared.close()
         await self.client.close()
+        await self.ledger.close()
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that no request waits for."""
@@ -113,6 +126,15 @@ class Runtime:
         generation = await self.shared.bump(scope) if self.shared is not None else None
         self.generations.learn(scope, generation if generation is not None else int(self.clock.time() * 1000))
         return self.shared is None or generation is not None
+
+    def _prices(self) -> PriceTable:
+        """The price table; a faulty file leaves all costs unknown."""
+        try:
+            return load_prices(self.config.prices)
+        except PriceError as error:
+            for problem in error.problems:
+                log.error("prices: %s", problem)
+            return PriceTable()
 
     def read_faq(self) -> None:
         """Reads ``faq.yaml`` if it has changed; faults are reported, and what was read before stays."""

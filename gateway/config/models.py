@@ -99,7 +99,8 @@ class Upstream(Section):
 
 class Slo(Section):
     ttft: Seconds | None = None
-    tpot: Seconds | None = None
+    tpot: Seconds | None = None  # per output token after the first
+    total: Seconds | None = None
 
 
 class ModelAlias(Section):
@@ -242,6 +243,7 @@ class Disaggregation(Section):
 class Ledger(Section):
     path: FilePath = Field(default_factory=lambda: Path.home() / ".local" / "state" / "warmgate" / "ledger.db")
     keep: Seconds = 30 * DAY
+    max_bytes: Bytes = GIB
     store_prompts: bool = False
 
 

@@ -1,0 +1,123 @@
+"""The ledger over HTTP: the same questions for the operator (``/admin/ledger``) and for tenants, as JSON or CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from sqlite3 import Connection
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse, Response
+
+from gateway.config.units import parse_time
+from gateway.ledger import LedgerClosed, query
+from gateway.ledger.query import FOREVER, Scope, Sum
+from gateway.ledger.report import as_csv, figures, hit_rates, merged
+from gateway.ledger.schema import GROUP, MINUTE
+from gateway.runtime import Runtime
+
+MOST_ROWS = 10_000
+MOST_LINES = 100_000
+_KNOWN = {"from", "to", "by", "step", "format", "limit", *GROUP}
+
+
+async def sums_response(runtime: Runtime, asked: Mapping[str, str], tenant: str | None) -> Response:
+    """Sums from ``from`` to ``to``, ``by`` parts of the group, with ``step`` over time. ``tenant``: only its own."""
+    scope = scope_of(asked, tenant, runtime.clock.time())
+    by = tuple(part for part in asked.get("by", "outcome").split(",") if part)
+    if not set(by) <= set(GROUP) or len(set(by)) < len(by):
+        raise HTTPException(400, f"'by' must name some of {', '.join(GROUP)}, each once.")
+    step = _step(asked.get("step"))
+    lines = await _ask(runtime, lambda connection: _lines(connection, scope, by, step))
+    if len(lines) > MOST_LINES:
+        raise HTTPException(400, f"These are more than {MOST_LINES} lines; ask for less time or a longer 'step'.")
+    if _format(asked) == "csv":
+        return _csv(lines, "ledger")
+    until = None if scope.until == FOREVER else scope.until
+    return JSONResponse({"from": scope.since, "to": until, "by": list(by), "step": step, "groups": lines})
+
+
+async def rows_response(runtime: Runtime, asked: Mapping[str, str], tenant: str | None) -> Response:
+    """The newest kept rows, at most ``limit``."""
+    scope = scope_of(asked, tenant, runtime.clock.time())
+    limit = asked.get("limit", "100")
+    if not limit.isascii() or not limit.isdigit() or not 0 < int(limit) <= MOST_ROWS:
+        raise HTTPException(400, f"'limit' must be a number from 1 to {MOST_ROWS}.")
+    rows = await _ask(runtime, lambda connection: query.rows(connection, scope, int(limit)))
+    return _csv(rows, "requests") if _format(asked) == "csv" else JSONResponse({"rows": rows})
+
+
+def scope_of(asked: Mapping[str, str], tenant: str | None, now: float) -> Scope:
+    """The scope that query parameters name; raises HTTP 400 (403 for another tenant's)."""
+    if unknown := asked.keys() - _KNOWN:
+        raise HTTPException(400, f"Unknown parameter '{min(unknown)}'; known are {', '.join(sorted(_KNOWN))}.")
+    where = {name: asked[name] for name in GROUP if name in asked}
+    if tenant is not None and where.setdefault("tenant", tenant) != tenant:
+        raise HTTPException(403, "A tenant's key shows its own numbers only.")
+    if "stream" in where:
+        if where["stream"] not in ("true", "false"):
+            raise HTTPException(400, "'stream' must be true or false.")
+        where["stream"] = "1" if where["stream"] == "true" else "0"
+    since, until = moment("from", asked.get("from"), now), moment("to", asked.get("to"), now)
+    return Scope(0 if since is None else int(since), FOREVER if until is None else int(until), where)
+
+
+def moment(name: str, text: str | None, now: float) -> float | None:
+    """Unix seconds of ``1764500000``, ``2026-11-30T12:00:00Z`` or ``-6h`` (before now); raises HTTP 400."""
+    if text is None:
+        return None
+    try:
+        if text.startswith("-"):
+            return now - parse_time(text[1:])
+        if text.replace(".", "", 1).isdigit():
+            return min(float(text), float(FOREVER))
+        when = datetime.fromisoformat(text)
+        return when.replace(tzinfo=when.tzinfo or UTC).timestamp()
+    except (ValueError, OverflowError):
+        raise HTTPException(
+            400,
+            f"'{name}' must be seconds since 1970, a moment such as 2026-11-30T12:00:00Z, or -6h (before now).",
+        ) from None
+
+
+async def _ask(runtime: Runtime, question: Any) -> list[dict[str, Any]]:
+    try:
+        return await runtime.ledger.read(question)
+    except LedgerClosed as error:
+        raise HTTPException(503, str(error)) from None
+
+
+def _lines(connection: Connection, scope: Scope, by: tuple[str, ...], step: int | None) -> list[dict[str, Any]]:
+    parts = by if "outcome" in by else (*by, "outcome")
+    found: list[Sum] = query.sums(connection, scope, parts, step)
+    lines: list[dict[str, Any]] = []
+    for (at, *key), outcomes in merged(found, parts, by):
+        line = figures(outcomes)
+        names = {name: bool(value) if name == "stream" else value for name, value in zip(by, key, strict=True)}
+        lines.append(({"at": at} if step else {}) | names | line | hit_rates(line))
+    return lines
+
+
+def _step(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        step = parse_time(text)
+    except ValueError:
+        step = 0.0
+    if step < MINUTE or step % MINUTE:
+        raise HTTPException(400, "'step' must be whole minutes, such as 5m or 1h.")
+    return int(step)
+
+
+def _format(asked: Mapping[str, str]) -> str:
+    given = asked.get("format", "json")
+    if given not in ("json", "csv"):
+        raise HTTPException(400, "'format' must be json or csv.")
+    return given
+
+
+def _csv(lines: list[dict[str, Any]], name: str) -> Response:
+    headers = {"content-disposition": f'attachment; filename="{name}.csv"'}
+    return Response(as_csv(lines), media_type="text/csv; charset=utf-8", headers=headers)
