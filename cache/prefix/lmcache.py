@@ -6,8 +6,9 @@ like any other tier's. The server may keep a second level (Redis, disk, …) of 
 
 Needs the extra `warmgate[lmcache]` (one exact version, for its RPC has no promise of stability) and a server such as
 
-    lmcache server --host 127.0.0.1 --port 5555 --chunk-size BLOCK_SIZE --supported-transfer-mode engine_driven \
-        --shm-name warmgate --l1-size-gb 4 --eviction-policy LRU --l2-adapter '{"type": "resp", …}'
+    lmcache server --host 127.0.0.1 --port 5555 --chunk-size BLOCK_SIZE --supported-transfer-mode engine_driven
+        --shm-name warmgate --l1-size-gb 4 --eviction-policy LRU
+        --l2-adapter '{"type": "resp", "host": "127.0.0.1", "port": 6379}' --l2-prefetch-policy retain
 
 A shared memory name is required: without one LMCache pickles what it moves. Bind the server to loopback.
 """
@@ -156,6 +157,8 @@ class LMCacheTier:
                 records.append(record)
             if records:
                 lease.handle.append((key, records))
+            else:
+                await _result(self._client.end_session(key.request_id))
         return lease
 
     async def complete_store(self, lease: Lease, ok: bool) -> None:

@@ -60,6 +60,7 @@ class Mover:
         self._worth = worth
         self._uses = uses
         self._clock = clock
+        self._block_bytes = block_bytes
         self._window = max(1, WINDOW_BYTES // block_bytes)
         self._pull_window = max(1, remote.tier.window_bytes // block_bytes) if remote else 0
         self._copies_left = backlog_bytes
@@ -99,14 +100,15 @@ class Mover:
         """Stores copies of blocks that are about to be overwritten; returns how many leading ones are on their way."""
         if self._remote is None:
             return 0
-        for position, (block, payload) in enumerate(zip(blocks, payloads, strict=True)):
-            with self._lock:
-                fits = payload.nbytes <= self._copies_left
-                self._copies_left -= payload.nbytes if fits else 0
-            if not fits or not self._enqueue(StoreJob([block], tenant, [memoryview(bytes(payload))])):
-                self._remote.stats.add(dropped=len(blocks) - position)
-                return position
-        return len(blocks)
+        with self._lock:
+            count = 0 if self._closing else min(len(blocks), self._copies_left // self._block_bytes)
+            self._copies_left -= count * self._block_bytes
+        for start in range(0, count, self._window):
+            part = slice(start, min(start + self._window, count))
+            copies = [memoryview(bytes(payload)) for payload in payloads[part]]
+            self._enqueue(StoreJob(list(blocks[part]), tenant, copies))
+        self._remote.stats.add(dropped=len(blocks) - count)
+        return count
 
     def make_room(self, lease: HostLease) -> None:
         """Writes back what a store into host memory displaces; to be called before the lease's views are written."""
@@ -211,7 +213,8 @@ class Mover:
         assert self._remote is not None
         protect = {block.hash for block in chain}  # host memory must not lose a beginning to gain its end
         arrival = asyncio.Event()
-        self._arriving.update((block.digest, arrival) for block in window)
+        mine = [block.digest for block in window if block.digest not in self._arriving]
+        self._arriving.update(dict.fromkeys(mine, arrival))
 
         def take(block: Block, payload: memoryview) -> None:
             if self._host is not None:
@@ -223,8 +226,8 @@ class Mover:
         try:
             count = await remote.load(window, tenant, take, deadline)
         finally:
-            for block in window:
-                del self._arriving[block.digest]
+            for digest in mine:
+                del self._arriving[digest]
             arrival.set()
         if self._host is not None:
             self._host.settle(window[:count], self._clock() + remote.tier.ttl / 2)
@@ -249,7 +252,7 @@ class Mover:
             finally:
                 with self._lock:
                     self._queued.difference_update(block.digest for block in job.blocks)
-                    self._copies_left += sum(payload.nbytes for payload in job.copies or ())
+                    self._copies_left += len(job.copies or ()) * self._block_bytes
 
     async def _store_from_host(self, job: StoreJob) -> None:
         assert self._host is not None
@@ -270,12 +273,10 @@ class Mover:
         if self._host is not None:
             self._host.settle(blocks, self._clock() + (self._remote.tier.ttl / 2 if stored else RETRY_AFTER))
 
-    def _enqueue(self, job: StoreJob) -> bool:
+    def _enqueue(self, job: StoreJob) -> None:
         with self._lock:
-            if self._closing:
-                return False
-            self._loop.call_soon_threadsafe(self._jobs.put_nowait, job)
-            return True
+            if not self._closing:
+                self._loop.call_soon_threadsafe(self._jobs.put_nowait, job)
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Starts a coroutine on the loop; False if the loop has ended or is about to."""

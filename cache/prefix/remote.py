@@ -15,6 +15,7 @@ that would have expired.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,14 +109,13 @@ class RedisTier:
 
     async def prepare_store(self, blocks: Sequence[Block], tenant: bytes) -> Lease:
         stored = await self._renew(blocks, tenant)
-        lease = Lease(handle=([], tenant))
-        for block, state in zip(blocks, stored, strict=True):
-            if not state.complete:
-                record, payload = self._codec.allocate(block, tenant)
-                lease.blocks.append(block)
-                lease.views.append(payload)
-                lease.handle[0].append(record)
-        await self._check_quota(len(lease.blocks), tenant)
+        missing = [block for block, state in zip(blocks, stored, strict=True) if not state.complete]
+        room = await self._room(tenant) if missing else 0
+        lease = Lease(missing[:room], dropped=len(missing[room:]), handle=([], tenant))
+        for block in lease.blocks:
+            record, payload = self._codec.allocate(block, tenant)
+            lease.views.append(payload)
+            lease.handle[0].append(record)
         return lease
 
     async def complete_store(self, lease: Lease, ok: bool) -> None:
@@ -160,17 +160,17 @@ class RedisTier:
             await pipe.execute()
         return stored
 
-    async def _check_quota(self, more: int, tenant: bytes) -> None:
+    async def _room(self, tenant: bytes) -> int:
+        """Blocks that the tenant's quota still allows."""
         limit = self._quota(tenant)
-        if limit is None or not more:
-            return
+        if limit is None:
+            return sys.maxsize
         members = self._member_key(tenant)
         pipe = self._redis.pipeline(transaction=False)
         pipe.zremrangebyscore(members, "-inf", self._clock() * 1000)
         pipe.zcard(members)
         _, count = await pipe.execute()
-        if (count + more) * self._codec.payload_bytes > limit:
-            raise TierFull("the tenant's quota is used up")
+        return max(0, limit // self._codec.payload_bytes - count)
 
     def _enrol(self, pipe: Pipeline, blocks: Sequence[Block], tenant: bytes) -> None:
         """Counts blocks that are about to get a full life."""

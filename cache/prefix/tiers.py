@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class TierFull(Exception):
-    """The tier is well, but takes no more: its memory or the tenant's quota is used up."""
+    """The tier is well, but takes no more."""
 
 
 @dataclass(slots=True)
@@ -35,12 +35,14 @@ class Lease:
 
     Attributes:
         bad: load only: why the block after the last of `blocks` was refused (`BadBlock.reason`); None if it was not.
+        dropped: store only: how many blocks found no room.
         handle: the tier's own.
     """
 
     blocks: list[Block] = field(default_factory=list)
     views: list[memoryview] = field(default_factory=list)
     bad: str | None = None
+    dropped: int = 0
     handle: Any = None
 
 
@@ -77,11 +79,11 @@ class Tier(Protocol):
         ...
 
     async def prepare_store(self, blocks: Sequence[Block], tenant: bytes) -> Lease:
-        """Leases room for those blocks that are not here yet, in order. Raises `TierFull`."""
+        """Leases room for those blocks that are not here yet, in order, as far as there is any."""
         ...
 
     async def complete_store(self, lease: Lease, ok: bool) -> None:
-        """Publishes the filled lease; drops it if not `ok`. Raises if a block could not be published."""
+        """Publishes the filled lease; drops it if not `ok`. Raises (`TierFull`) if a block could not be published."""
         ...
 
     async def touch(self, blocks: Sequence[Block], tenant: bytes) -> None:
@@ -164,8 +166,8 @@ class GuardedTier:
         if limit <= 0:
             return 0
         lease = await self._call(lambda: self.tier.prepare_load(blocks, tenant), self._limits.load, limit)
-        now = self._clock()
         if lease is None:
+            now = self._clock()
             if now - started >= min(limit, self._limits.load):  # too slow, by how much is not known
                 self.cost.observe(len(blocks) * self._block_bytes, now - started, now)
             return 0
@@ -174,7 +176,7 @@ class GuardedTier:
                 take(block, view)
         finally:
             await self._end(self.tier.complete_load(lease))
-        count = len(lease.blocks)
+        count, now = len(lease.blocks), self._clock()
         self.cost.observe(count * self._block_bytes, now - started, now)
         self.stats.add(loaded=count, loaded_bytes=count * self._block_bytes, bad=int(lease.bad is not None))
         if lease.bad is not None:
@@ -199,10 +201,10 @@ class GuardedTier:
         stored = await self._call(lambda: self._publish(lease), self._limits.store)
         count = len(lease.blocks)
         if stored is None:
-            self.stats.add(dropped=count)
+            self.stats.add(dropped=count + lease.dropped)
             return False
-        self.stats.add(stored=count, stored_bytes=count * self._block_bytes)
-        return True
+        self.stats.add(stored=count, stored_bytes=count * self._block_bytes, dropped=lease.dropped)
+        return not lease.dropped
 
     async def touch(self, blocks: Sequence[Block], tenant: bytes) -> None:
         """Passes on that the blocks were used."""

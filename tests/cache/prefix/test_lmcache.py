@@ -4,6 +4,7 @@ Skipped where LMCache is not installed (`pip install 'warmgate[lmcache]'`). Star
 """
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,7 +58,7 @@ class Server:
             *["--chunk-size", str(BLOCK_TOKENS), "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--no-l1-use-lazy"],
             *["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven", "--shm-name", self.memory],
             *["--l2-adapter", second_level, "--http-host", "127.0.0.1", "--http-port", str(self.http)],
-            *["--prometheus-port", str(self.metrics)],
+            *["--prometheus-port", str(self.metrics), "--l2-prefetch-policy", "retain"],
         ]
         environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=subprocess.STDOUT)
@@ -78,6 +80,13 @@ class Server:
         self._redis.kill()
         self._redis.wait()
         self.log.close()
+
+    def locks(self) -> int:
+        """Sessions open and objects locked."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/status") as answer:
+            status = json.load(answer)
+        first_level = status["storage_manager"]["l1_managers"]["_default"]
+        return status["active_sessions"] + first_level["read_locked_count"] + first_level["write_locked_count"]
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, Path(self.log.name).read_text()[-2000:]
@@ -164,12 +173,15 @@ class TestServer:
         assert fetch(stack, blocks).loaded == 1
         assert stack.stats()["lmcache"]["bad"] == 1
 
-    def test_lookups_that_nobody_follows_up_leave_nothing_locked(self, engine):
+    def test_lookups_that_nobody_follows_up_leave_nothing_locked(self, engine, server):
         blocks, stack = make_blocks(3, seed=7), engine()
         store(stack, blocks)
         for _ in range(20):
             assert look(stack, blocks).remote == 3
         assert fetch(stack, blocks).loaded == 3
+        look(stack, blocks)
+        stack.close()
+        wait_for(lambda: server.locks() == 0)
 
     def test_a_frozen_server_delays_nobody(self, engine, server):
         blocks = make_blocks(3, seed=8)

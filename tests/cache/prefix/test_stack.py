@@ -187,6 +187,27 @@ def test_two_loads_of_one_prompt_fetch_it_once(bench):
     assert slow.calls["load"] == 1
 
 
+def test_loads_that_overlap_in_part_do_not_disturb_each_other(bench):
+    tier, blocks = FaultyTier(), make_blocks(8)
+    store(first := bench(tier, write_through_uses=1), blocks)
+    settled(first, 8)
+    slow = FaultyTier(tier.records)
+
+    async def linger(call: int) -> None:
+        await asyncio.sleep(0.05 / call)
+
+    slow.on_load = linger
+    stack = bench(slow)
+    lookups = [stack.lookup(blocks[a:b], TENANT) for a, b in [(3, 8), (0, 6), (5, 8), (0, 8)]]
+    wait_for(lambda: all(lookup.done for lookup in lookups))
+    into = [buffers(len(lookup.blocks)) for lookup in lookups]
+    transfers = [stack.load(lk, stack.decide(lk), buf) for lk, buf in zip(lookups, into, strict=True)]
+    for transfer, filled in zip(transfers, into, strict=True):
+        assert transfer.wait(5) and transfer.loaded == len(filled)
+        check(transfer, filled)
+    assert not stack._mover._arriving
+
+
 def test_done_is_announced_to_the_engine(bench):
     stack, blocks, told = bench(FaultyTier()), make_blocks(2), []
     store(stack, blocks)
@@ -317,7 +338,8 @@ def test_the_kth_write_fails(bench, k):  # O-62
     tier, blocks = FaultyTier(), make_blocks(4)
     tier.on_store = stumble(k)
     stack = bench(tier, slots=0)
-    store(stack, blocks)
+    for block in blocks:
+        store(stack, [block])
     settled(stack, 4)
     assert (stack.stats()["remote"]["failures"], tier.open_leases) == (1, 0)
     assert fetch(bench(FaultyTier(tier.records)), blocks).loaded == k - 1
