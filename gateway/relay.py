@@ -181,7 +181,7 @@ class Relay:
         body = bytearray()
         async for chunk in chunks:
             body += chunk
-            if len(body) > self._max_entry:
+            if len(body) > max(self._max_entry, plan.dialect.held):
                 head = Head(head.status, head.headers, head.upstream, False, False)
                 flight.open(head)
                 await _pass_on(chunks, bytes(body), flight)

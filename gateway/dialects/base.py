@@ -84,6 +84,8 @@ class Dialect(ABC):
     """Top-level request fields that are not in the key, each with the reason why no answer depends on it."""
     vary: ClassVar[tuple[str, ...]] = ()
     """Request headers that change the answer, and so belong to the key."""
+    held: ClassVar[int] = 0
+    """Bytes of a plain answer that are held back to be read, even where no single entry may be as large."""
 
     @abstractmethod
     def ask(self, body: Mapping[str, Any]) -> Ask:

@@ -1,0 +1,238 @@
+"""Embeddings, item by item: a batch asks the upstream only for what is new, each item once, whoever else asks for it.
+
+Usage: an answer put together here reports for each input the prompt tokens that its item was counted with when it was
+computed (an item's share in its batch), as if the whole batch had been computed; the ledger counts as upstream tokens
+only what was sent upstream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from cache.response.canonical import Identity, Scope, identify, respell
+from cache.response.entry import Entry
+from gateway.dialects.embeddings import Item, assemble, items_of, kept_items, shares
+from gateway.hit import hit_headers
+from gateway.http import JSON, Request, Response
+from gateway.ledger import Row
+from gateway.plan import Plan
+from gateway.relay import Head, Landed, new_flight
+from gateway.runtime import Runtime
+from gateway.upstreams.client import UpstreamError
+from gateway.upstreams.pool import Member
+from policies.cacheability import Verdict
+from policies.freshness import freshness
+
+LOOKUPS_AT_ONCE = 64
+"""Lookups of one batch in the shared store that may wait at once, so that a large batch is not taken for a slow
+store.
+"""
+_ITEM = "embeddings/item"
+"""Stands for the dialect in the keys of items, so that no item is found as the answer to a request."""
+
+Wanted = dict[Identity, Item]
+Route = Callable[[], Awaitable[list[Member]]]
+
+
+@dataclass(slots=True)
+class _Work:
+    """One request on its way."""
+
+    plan: Plan
+    request: Request
+    row: Row
+    route: Route
+    wanted: Wanted
+    order: list[Identity]
+    have: dict[Identity, Entry] = field(default_factory=dict)
+    stale: dict[Identity, Entry] = field(default_factory=dict)
+    recalled: int = 0
+    joined: bool = False
+
+    @property
+    def new(self) -> list[Identity]:
+        return [identity for identity in self.wanted if identity not in self.have]
+
+
+class Batches:
+    """Answers embedding requests. ``asked`` holds the items that an upstream is computing."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._asked: dict[Identity, asyncio.Future[Entry]] = {}
+
+    async def answer(self, plan: Plan, request: Request, row: Row, route: Route) -> Response | None:
+        """None: not for item by item. Raises what ``route`` raises, and `UpstreamError`."""
+        items = items_of(plan.body)
+        if items is None:
+            return None
+        order = [_identity(plan, item) for item in items]
+        work = _Work(plan, request, row, route, dict(zip(order, items, strict=True)), order)
+        row.model = plan.model.target
+        if plan.may_recall:
+            await self._recall(work)
+        if work.new and plan.directives.only_if_cached:
+            return None
+        work.recalled = len(work.have)
+        while new := work.new:
+            others = {i: self._asked[i] for i in new if plan.may_join and i in self._asked}
+            response = await self._ask(work, [i for i in new if i not in others])
+            if response is not None:
+                return response
+            if others:
+                await asyncio.wait(others.values())
+                work.have |= {i: f.result() for i, f in others.items() if not f.cancelled()}
+                work.joined = True
+        return self._whole(work)
+
+    async def _recall(self, work: _Work) -> None:
+        """Looks every item up: memory at once, the shared store a few at a time."""
+        wanted, runtime = list(work.wanted), self._runtime
+        for start in range(0, len(wanted), LOOKUPS_AT_ONCE):
+            some, now = wanted[start : start + LOOKUPS_AT_ONCE], runtime.clock.time()
+            for identity, found in zip(
+                some, await asyncio.gather(*(runtime.recall.find(i, now) for i in some)), strict=True
+            ):
+                if found is None:
+                    continue
+                entry, directives = found.entry, work.plan.directives
+                expires = 0.0 if runtime.generations.softened(entry.generations, entry.born) else entry.expires
+                state = freshness(max(0.0, now - entry.born), expires - now, 0.0, directives)
+                if state != "expired":
+                    work.have[identity] = entry
+                elif now - entry.expires <= _allowed_after_error(work.plan):
+                    work.stale[identity] = entry
+
+    async def _ask(self, work: _Work, new: list[Identity]) -> Response | None:
+        """Has an upstream compute items, for this caller and whoever waits. A response: to be passed on as it is."""
+        if not new:
+            return None
+        promised = {i: asyncio.get_running_loop().create_future() for i in new} if work.plan.may_join else {}
+        self._asked |= promised
+        try:
+            response = await self._call(work, new)
+            for identity, future in promised.items():
+                if identity in work.have:
+                    future.set_result(work.have[identity])
+            return response
+        finally:
+            for identity, future in promised.items():
+                del self._asked[identity]
+                future.cancel()
+
+    async def _call(self, work: _Work, new: list[Identity]) -> Response | None:
+        """The upstream call itself; on success the items are kept and added to what ``work`` has."""
+        runtime, row = self._runtime, work.row
+        everything = new == work.order
+        born = runtime.clock.time()
+        plans = {i: replace(work.plan, identity=i) for i in new}
+        stamps = {i: runtime.generations.stamp(plan.scopes) for i, plan in plans.items()}
+        row.outcome = "miss"
+        try:
+            head, landed, body = await self._fly(work, new, everything)
+        except UpstreamError:
+            if self._serves_stale(work, new):
+                return None
+            raise
+        row.upstream, row.usage = head.upstream, landed.answer.usage or None
+        if head.status >= 500 and self._serves_stale(work, new):
+            return None
+        message = landed.answer.message
+        if message is None and head.status == 200 and not everything:
+            return await self._call(work, work.order)  # an answer of unknown form cannot be put together
+        headers = [*head.headers, (b"x-warmgate-upstream", head.upstream.encode())]
+        if message is None:
+            row.outcome = "error" if head.status >= 400 else row.outcome
+            row.reason = landed.answer.outcome.fault
+            return Response(head.status, [*headers, (b"cache-status", b"warmgate; fwd=uri-miss")], body)
+        tokens = landed.answer.usage.get("prompt")
+        counted = shares(tokens, [work.wanted[i] for i in new]) if tokens is not None else [None] * len(new)
+        now = runtime.clock.time()
+        for identity, kept, count in zip(new, kept_items(message), counted, strict=True):
+            entry = Entry(
+                fingerprint=identity.fingerprint,
+                born=born,
+                expires=now + work.plan.lifetime.ttl,
+                kept_until=now + work.plan.lifetime.kept,
+                dialect=_ITEM,
+                model=work.plan.model.target,
+                upstream=head.upstream,
+                generations=stamps[identity],
+                message=kept,
+                usage={} if count is None else {"prompt": count},
+            )
+            work.have[identity] = entry
+            if work.plan.may_keep and len(kept) <= runtime.config.cache.max_entry:
+                runtime.keeper.keep(identity.key, entry, now)
+        if everything:
+            stored = b"; stored" if work.plan.may_keep else b""
+            fwd = b"uri-miss" if work.plan.may_recall else b"request"
+            return Response(head.status, [*headers, (b"cache-status", b"warmgate; fwd=" + fwd + stored)], body)
+        return None
+
+    async def _fly(self, work: _Work, new: Sequence[Identity], everything: bool) -> tuple[Head, Landed, bytes]:
+        """Sends the caller's own bytes where everything is asked for, else the same request for the new items."""
+        plan, runtime = work.plan, self._runtime
+        if not everything:
+            body = {**plan.body, "input": [work.wanted[i] for i in new], "model": plan.model.target}
+            body.pop("cache_salt", None)
+            plan = replace(plan, body=body, outgoing=respell(body))
+        plan = replace(plan, verdict=Verdict(False, "kept item by item"))
+        members = await work.route()
+        flight = new_flight()
+        call = runtime.relay.fly(plan, work.request, work.row.request_id, members, flight, work.row.outcome)
+        flight.start(call, lambda: None)
+        token = flight.join()
+        try:
+            head = await flight.head()
+            pieces = [piece.asked async for piece in flight.pieces(token)]
+            return head, await flight.result(), b"".join(pieces)
+        finally:
+            flight.leave(token)
+
+    def _serves_stale(self, work: _Work, new: Sequence[Identity]) -> bool:
+        """RFC 5861, ``stale-if-error``: whether what the upstream failed to give is there, though stale."""
+        if not all(identity in work.stale for identity in new):
+            return False
+        work.have |= {identity: work.stale[identity] for identity in new}
+        work.row.outcome, work.row.reason = "stale", "upstream failed"
+        return True
+
+    def _whole(self, work: _Work) -> Response:
+        """The answer to the batch, put together."""
+        row, now = work.row, self._runtime.clock.time()
+        entries = [work.have[identity] for identity in work.order]
+        known = [entry.usage["prompt"] for entry in entries if "prompt" in entry.usage]
+        tokens = sum(known) if len(known) == len(entries) else None
+        body = assemble([entry.message for entry in entries], tokens)
+        if row.outcome == "miss":
+            detail = b'"%d/%d items"' % (work.recalled, len(work.wanted))
+            fwd = b"partial" if work.recalled else b"uri-miss"
+            stored = b"; stored" if work.plan.may_keep else b""
+            status = b"warmgate; fwd=%s%s; detail=%s" % (fwd, stored, detail)
+            upstream = (b"x-warmgate-upstream", row.upstream.encode())
+            return Response(200, [JSON, (b"cache-status", status), upstream], body)
+        row.usage = None if tokens is None else {"prompt": tokens}
+        row.upstream = entries[0].upstream
+        if work.joined and row.outcome != "stale":
+            row.outcome = "coalesced"
+            return Response(200, [JSON, (b"cache-status", b"warmgate; fwd=uri-miss; collapsed")], body)
+        expires = min(entry.expires for entry in entries) - now
+        if row.outcome != "stale":
+            row.outcome = "exact" if expires > 0 else "stale"
+        age = max(0.0, now - min(entry.born for entry in entries))
+        return Response(200, [JSON, *hit_headers(row.outcome, age, expires)], body)
+
+
+def _identity(plan: Plan, item: Item) -> Identity:
+    """The identity of one item: that of the request, had it asked for this item only."""
+    scope = Scope(_ITEM, plan.caller.tenant, plan.namespace, plan.model.target, plan.model.revision)
+    body = {**plan.body, "input": item, "model": plan.model.target}
+    return identify(scope, body, frozenset(plan.dialect.excluded))
+
+
+def _allowed_after_error(plan: Plan) -> float:
+    asked = plan.directives.stale_if_error
+    return plan.lifetime.if_error if asked is None else asked
