@@ -229,7 +229,7 @@ class Pipeline:
         token = flight.join()
         handed_over = False
         try:
-            head: Head = await flight.head
+            head: Head = await flight.head()
             row.upstream = head.upstream
             row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
             if head.status >= 400:
@@ -238,7 +238,7 @@ class Pipeline:
                 return None
             other_form = head.status == 200 and head.stream != plan.streams
             if collapsed and other_form:
-                landed: Landed = await flight.result
+                landed: Landed = await flight.result()
                 if landed.answer.message is None or landed.answer.outcome.fault:
                     return None
                 row.usage = landed.answer.usage
@@ -248,7 +248,7 @@ class Pipeline:
             headers: Headers = [*head.headers, (b"x-warmgate-upstream", head.upstream.encode())]
             if head.whole:
                 pieces = [piece.asked async for piece in flight.pieces(token)]
-                landed = await flight.result
+                landed = await flight.result()
                 row.usage, row.reason = landed.answer.usage, landed.reason or row.reason
                 headers.append((b"cache-status", self._status(plan, fwd, landed, collapsed=collapsed)))
                 return Response(head.status, headers, b"".join(pieces))
@@ -273,7 +273,7 @@ class Pipeline:
                     if row.ttft is None:
                         row.ttft = clock.monotonic() - exchange.began
                     yield data
-            landed = await flight.result
+            landed = await flight.result()
             row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason or row.reason
             if landed.failure:
                 row.outcome = "error"

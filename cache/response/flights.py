@@ -45,13 +45,27 @@ class Flight(Generic[Head, Part, Result]):
         self._task: asyncio.Task[None] | None = None
         self._keep_going = False
         loop = asyncio.get_running_loop()
-        self.head: asyncio.Future[Head] = loop.create_future()
-        self.result: asyncio.Future[Result] = loop.create_future()
+        self._head: asyncio.Future[Head] = loop.create_future()
+        self._result: asyncio.Future[Result] = loop.create_future()
 
     @property
     def joinable(self) -> bool:
         """Whether a newcomer would still get everything from the first piece on."""
-        return self._first == 0 and not self.result.done()
+        ending = self._task is not None and self._task.cancelling() > 0
+        return self._first == 0 and not self._result.done() and not ending
+
+    @property
+    def landed(self) -> bool:
+        """Whether it is over, however it ended."""
+        return self._result.done()
+
+    async def head(self) -> Head:
+        """Waits for the head; raises what the producer failed with. Who gives up waiting disturbs no one else."""
+        return await asyncio.shield(self._head)
+
+    async def result(self) -> Result:
+        """Waits for the result, in the same way."""
+        return await asyncio.shield(self._result)
 
     @property
     def followers(self) -> int:
@@ -64,13 +78,13 @@ class Flight(Generic[Head, Part, Result]):
         async def fly() -> None:
             try:
                 result = await producer
-                self._settle(self.result, result)
+                self._settle(self._result, result)
             except asyncio.CancelledError:
-                self.head.cancel()
-                self.result.cancel()
+                self._head.cancel()
+                self._result.cancel()
                 raise
             except Exception as error:
-                for future in (self.head, self.result):
+                for future in (self._head, self._result):
                     if not future.done():
                         future.set_exception(error)
                         future.exception()  # seen: a flight without followers has nobody to tell
@@ -86,7 +100,7 @@ class Flight(Generic[Head, Part, Result]):
 
     def open(self, head: Head) -> None:
         """The producer has the head."""
-        self._settle(self.head, head)
+        self._settle(self._head, head)
 
     async def push(self, piece: Part) -> None:
         """The producer has a piece; waits while the fastest follower is more than the window behind."""
@@ -94,7 +108,7 @@ class Flight(Generic[Head, Part, Result]):
         self._pieces.append((piece, size))
         self._held += size
         self._ahead += size
-        while self._held > self._bound and self._pieces and self._first < self._front:
+        while self._held > self._bound and self._pieces and (self._first < self._front or not self._cursors):
             self._held -= self._pieces.popleft()[1]
             self._first += 1
         self._changed.set()
@@ -133,8 +147,8 @@ class Flight(Generic[Head, Part, Result]):
                     self._ahead -= size
                     self._drained.set()
                 yield piece
-            elif self.result.done():
-                self.result.result()
+            elif self._result.done():
+                self._result.result()
                 return
             else:
                 self._changed.clear()

@@ -48,7 +48,7 @@ async def test_everyone_gets_everything_however_late_they_join() -> None:
     late = one.join()
     assert await read(one, late) == pieces
     assert await reading == pieces
-    assert await one.result == "result"
+    assert await one.result() == "result"
     assert ends == [True]
 
 
@@ -68,7 +68,7 @@ async def test_a_follower_beyond_the_bound_is_told_and_memory_stays_within() -> 
     fast, slow = one.join(), one.join()
     one.start(producer(one, [b"x" * 10] * 100), lambda: None)
     reading = asyncio.create_task(read(one, fast))
-    while not one.result.done():
+    while not one.landed:
         assert one._held <= 100 + 30
         await asyncio.sleep(0)
     assert len(await reading) == 100
@@ -105,14 +105,14 @@ async def test_the_last_to_leave_ends_it() -> None:
     await asyncio.wait_for(stopped.wait(), 1)
     await asyncio.sleep(0)
     assert ends == [True]
-    assert one.result.cancelled()
+    assert one.landed
 
 
 async def test_a_flight_told_to_keep_going_needs_nobody() -> None:
     one, ends = flight(window=1), []
     one.start(producer(one, [b"x" * 10] * 5), noted(ends))
     one.keep_going()
-    assert await one.result == "result"
+    assert await one.result() == "result"
     token = one.join()
     one.leave(token)
 
@@ -146,3 +146,36 @@ async def test_when_the_fastest_leaves_the_next_one_sets_the_pace() -> None:
         await asyncio.sleep(0)
     assert len(pushed) < 60, "the slow one is now the fastest: the producer waits for it"
     assert len(await read(one, slow)) == 100
+
+
+async def test_who_gives_up_waiting_disturbs_no_one_else() -> None:
+    one = flight()
+    impatient, patient = one.join(), one.join()
+    one.start(producer(one, [b"a"], pause=0.01), lambda: None)
+    waits = [asyncio.create_task(one.head()), asyncio.create_task(one.result())]
+    await asyncio.sleep(0)
+    for wait in waits:
+        wait.cancel()
+    one.leave(impatient)
+    assert await one.head() == "head"
+    assert await read(one, patient) == [b"a"]
+    assert await one.result() == "result"
+
+
+async def test_nobody_joins_a_flight_that_is_being_ended() -> None:
+    one = flight()
+    only = one.join()
+    one.start(producer(one, [b"a"], pause=1), lambda: None)
+    await asyncio.sleep(0)
+    one.leave(only)
+    assert not one.joinable
+
+
+async def test_a_flight_without_followers_holds_no_more_than_its_bound() -> None:
+    one = flight(window=30, bound=100)
+    one.start(producer(one, [b"x" * 10] * 100), lambda: None)
+    one.keep_going()
+    while not one.landed:
+        assert one._held <= 100
+        await asyncio.sleep(0)
+    assert await one.result() == "result"
