@@ -1,0 +1,100 @@
+"""Runs the comparison and prints a Markdown table: medians over the rounds, with the spread of the ratio to nginx.
+
+    python -m loadtest.bench_http [--rounds 5] [--seconds 3] [--connections 1,32,256] [--only hit,…]
+
+Cases: `hit` (memory), `redis-hit` (memory tier off), `hit-30k`, `hit-1m` (large prompts), `plain` and `stream` (misses
+of requests that are not cached, passed through). nginx is the yardstick of each: its cache for hits, its proxy for the
+rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from loadtest.bench_http import servers
+from loadtest.bench_http.load import Measured, measure, prompt_body
+from loadtest.bench_http.servers import Server
+
+SMALL = 1500
+CASES: dict[str, bytes] = {
+    "hit": prompt_body(SMALL, temperature=0),
+    "redis-hit": prompt_body(SMALL, temperature=0),
+    "hit-30k": prompt_body(30_000, temperature=0),
+    "hit-1m": prompt_body(1_000_000, temperature=0),
+    "plain": prompt_body(SMALL, temperature=1),
+    "stream": prompt_body(SMALL, temperature=1, stream=True),
+}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="bench_http", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=3)
+    parser.add_argument("--connections", default="1,32,256")
+    parser.add_argument("--only", default=",".join(CASES))
+    options = parser.parse_args()
+    connections = [int(count) for count in options.connections.split(",")]
+    cases = [name for name in options.only.split(",") if name in CASES]
+    # The server has a core of its own; wrk and the upstream share the other.
+    server_cpu, load_cpu = ("0", "1") if (os.cpu_count() or 1) >= 2 and sys.platform == "linux" else (None, None)
+    with tempfile.TemporaryDirectory() as text, contextlib.ExitStack() as stack:
+        folder = Path(text)
+        pairs = dict(_pairs(stack, folder, cases, server_cpu, load_cpu))
+        print("| case | connections | CPU µs: warmgate / nginx | CPU ratio (min–max) | req/s ratio | p50 µs | p99 µs |")
+        print("|---|---|---|---|---|---|---|")
+        for name, (ours, theirs) in pairs.items():
+            for count in connections:
+                runs: list[tuple[Measured, Measured]] = []
+                for server in (ours, theirs):
+                    measure(server, CASES[name], count, 1, folder, load_cpu)  # warm, and fill the caches
+                for _ in range(options.rounds):
+                    both = [measure(s, CASES[name], count, options.seconds, folder, load_cpu) for s in (ours, theirs)]
+                    runs.append((both[0], both[1]))
+                print(_line(name, count, runs), flush=True)
+
+
+def _pairs(
+    stack: contextlib.ExitStack, folder: Path, cases: list[str], server_cpu: str | None, load_cpu: str | None
+) -> Iterator[tuple[str, tuple[Server, Server]]]:
+    """For each case the gateway and the nginx that it is compared with."""
+    engine = stack.enter_context(servers.upstream(load_cpu)).port
+    cached = stack.enter_context(servers.nginx(folder / "nginx-cache", engine, server_cpu, cached=True))
+    passing = stack.enter_context(servers.nginx(folder / "nginx-proxy", engine, server_cpu, cached=False))
+    plain = stack.enter_context(servers.gateway(folder / "gateway", engine, server_cpu))
+    for name in cases:
+        if name == "redis-hit":
+            url = stack.enter_context(servers.redis(folder / "redis", load_cpu))
+            shared = {"memory": "off", "redis": {"url": url, "timeout": "1s"}}
+            yield (
+                name,
+                (stack.enter_context(servers.gateway(folder / "gw-redis", engine, server_cpu, **shared)), cached),
+            )
+        else:
+            yield name, (plain, cached if name.startswith("hit") else passing)
+
+
+def _line(name: str, connections: int, runs: list[tuple[Measured, Measured]]) -> str:
+    def middle(values: list[float]) -> float:
+        return statistics.median(values)
+
+    ratios = [ours.cpu / theirs.cpu for ours, theirs in runs]
+    rates = middle([ours.rate / theirs.rate for ours, theirs in runs])
+    ours_cpu, theirs_cpu = (middle([run[side].cpu for run in runs]) for side in (0, 1))
+    p50, p50_theirs = (middle([run[side].p50 for run in runs]) for side in (0, 1))
+    p99, p99_theirs = (middle([run[side].p99 for run in runs]) for side in (0, 1))
+    return (
+        f"| {name} | {connections} | {ours_cpu:.1f} / {theirs_cpu:.1f} | {middle(ratios):.2f} ({min(ratios):.2f}–"
+        f"{max(ratios):.2f}) | {rates:.2f} | {p50:.0f} / {p50_theirs:.0f} | {p99:.0f} / {p99_theirs:.0f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
