@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cache.prefix.blocks import Block
 from cache.prefix.tiers import TierStats
+from policies.prefix_eviction import PrefixEviction
 from policies.tiering import Cost
 
 Pin = Callable[[np.ndarray], None]
@@ -60,10 +61,11 @@ class HostLease:
 
 
 class HostTier:
-    """Blocks of `block_bytes` each in `capacity_bytes` of memory. Evicts the least recently used, tails before heads.
+    """Blocks of `block_bytes` each in `capacity_bytes` of memory, evicted tails before heads (`PrefixEviction`).
 
     Args:
-        quota: bytes a tenant may hold, None for no limit. A tenant at its limit displaces only blocks of its own.
+        quota: bytes a tenant may hold, None for no limit. A tenant at its limit displaces its own blocks, the least
+            recently used first.
         pin: called once with the whole buffer (uint8, [slots, block_bytes]).
 
     Raises `ValueError` if the capacity is less than one block.
@@ -93,6 +95,7 @@ class HostTier:
             pin(self._buffer)
         self._free = list(range(slots))[::-1]
         self._entries: dict[bytes, Entry] = {}
+        self._eviction = PrefixEviction[bytes](slots)
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # complete and not leased; least recently used first
         self._held: Counter[bytes] = Counter()  # blocks by tenant
         self._lock = threading.Lock()
@@ -120,6 +123,7 @@ class HostTier:
             entries = [entry for block in blocks if (entry := self._find(block))]
             for entry in reversed(entries):  # heads last: the most recent, evicted after their tails
                 entry.uses += uses
+                self._eviction.touch(entry.block.hash)
                 if entry.block.hash in self._idle:
                     self._idle.move_to_end(entry.block.hash)
 
@@ -132,6 +136,7 @@ class HostTier:
                 if entry is None:
                     break
                 entry.leases += 1
+                self._eviction.pin(block.hash)
                 self._idle.pop(block.hash, None)
                 lease.entries.append(entry)
                 lease.views.append(self._view(entry))
@@ -142,28 +147,36 @@ class HostTier:
         with self._lock:
             self._release(lease)
 
-    def prepare_store(
-        self, blocks: Sequence[Block], tenant: bytes, uses: int = 1, protect: Set[bytes] = frozenset()
-    ) -> HostLease:
+    def prepare_store(self, blocks: Sequence[Block], tenant: bytes, uses: int = 1) -> HostLease:
         """Reserves slots for the blocks not here yet, in order, until one finds no room; the others count as used.
 
-        Neither the blocks themselves nor those whose hashes are in `protect` are evicted for it.
+        Blocks of one chain. No block of it is evicted for another: a beginning is not given up to gain its end.
         """
         lease = HostLease()
         with self._lock:
-            keep = protect | {block.hash for block in blocks}
+            chain = blocks[-1].lineage() if blocks else []
+            keep = {block.hash for block in chain}
+            held = [block.hash for block in chain if block.hash in self._idle]
+            for key in held:
+                self._eviction.pin(key)
             for block in blocks:
                 entry = self._entries.get(block.hash)
                 if entry is not None and entry.block == block:
                     entry.uses += uses
+                    if uses:
+                        self._eviction.touch(block.hash)
                     continue
                 slot = self._make_room(block, tenant, keep, lease)
                 if slot is None:
                     break
                 entry = self._entries[block.hash] = Entry(block, tenant, slot, uses)
+                self._eviction.insert(block.hash, block.previous and block.previous.hash, pinned=True)
                 self._held[tenant] += 1
                 lease.entries.append(entry)
                 lease.views.append(self._view(entry))
+            for key in reversed(held):
+                if key in self._idle:
+                    self._eviction.unpin(key)
         return lease
 
     def complete_store(self, lease: HostLease, written: int | None = None) -> None:
@@ -205,7 +218,8 @@ class HostTier:
             for key, entry in self._entries.items():
                 assert key == entry.block.hash and entry.leases >= 0
                 assert (key in self._idle) == (entry.complete and not entry.leases), "a leased slot may be evicted"
-            assert self._idle.keys() <= self._entries.keys()
+                assert key in self._eviction
+            assert self._idle.keys() <= self._entries.keys() and len(self._eviction) == len(self._entries)
 
     def _find(self, block: Block) -> Entry | None:
         entry = self._entries.get(block.hash)
@@ -219,8 +233,8 @@ class HostTier:
     def _view(self, entry: Entry) -> memoryview:
         return memoryview(self._buffer[entry.slot])
 
-    def _make_room(self, block: Block, tenant: bytes, keep: Set[bytes], lease: HostLease) -> int | None:
-        """A free slot, evicting one entry if it must, but none of `keep`."""
+    def _make_room(self, block: Block, tenant: bytes, keep: set[bytes], lease: HostLease) -> int | None:
+        """A free slot, evicting one entry if it must, but none of `keep`, which are pinned."""
         other = self._entries.get(block.hash)
         limit = self._quota(tenant)
         if other is not None:  # a hash collision: the newcomer takes the name over
@@ -230,7 +244,8 @@ class HostTier:
         elif self._free:
             return self._free.pop()
         else:
-            victim = next((e for key, e in self._idle.items() if key not in keep), None)
+            key = self._eviction.evict()
+            victim = None if key is None else self._entries[key]
         if victim is None:
             return None
         lease.evicted.append((victim, self._view(victim)))
@@ -241,6 +256,7 @@ class HostTier:
         key = entry.block.hash
         del self._entries[key]
         self._idle.pop(key, None)
+        self._eviction.remove(key)
         self._held[entry.tenant] -= 1
         self._free.append(entry.slot)
 
@@ -249,3 +265,4 @@ class HostTier:
             entry.leases -= 1
             if not entry.leases:
                 self._idle[entry.block.hash] = entry
+                self._eviction.unpin(entry.block.hash)

@@ -147,7 +147,7 @@ class Mover:
                 arriving = self._arriving.get(window[0].digest)
                 if arriving is not None:
                     await arriving.wait()
-                elif await self._pull(window, lookup.tenant, float("inf"), lookup.blocks) < len(window):
+                elif await self._pull(window, lookup.tenant, float("inf")) < len(window):
                     break
             got = host.lookup(window)
             if not got:  # no room
@@ -174,7 +174,7 @@ class Mover:
                             await arriving.wait()
                     except TimeoutError:
                         break
-                elif await self._pull(window, tenant, transfer.deadline, transfer.blocks, transfer) < len(window):
+                elif await self._pull(window, tenant, transfer.deadline, transfer) < len(window):
                     break
         finally:
             transfer.finish()
@@ -202,42 +202,37 @@ class Mover:
         return bool(lease.blocks)
 
     async def _pull(
-        self,
-        window: Sequence[Block],
-        tenant: bytes,
-        deadline: float,
-        chain: Sequence[Block],
-        transfer: Transfer | None = None,
+        self, window: Sequence[Block], tenant: bytes, deadline: float, transfer: Transfer | None = None
     ) -> int:
         """Fetches blocks from the remote tier into host memory and the transfer; returns how many came."""
         assert self._remote is not None
-        protect = {block.hash for block in chain}  # host memory must not lose a beginning to gain its end
         arrival = asyncio.Event()
         mine = [block.digest for block in window if block.digest not in self._arriving]
         self._arriving.update(dict.fromkeys(mine, arrival))
 
-        def take(block: Block, payload: memoryview) -> None:
-            if self._host is not None:
-                self._keep(self._host, block, payload, tenant, protect)
+        def take(blocks: list[Block], payloads: list[memoryview]) -> None:
             if transfer is not None:
-                transfer.deposit(payload)
+                for payload in payloads:
+                    transfer.deposit(payload)
+            if self._host is not None:
+                self._keep(self._host, blocks, payloads, tenant)
 
-        remote = self._remote
         try:
-            count = await remote.load(window, tenant, take, deadline)
+            count = await self._remote.load(window, tenant, take, deadline)
         finally:
             for digest in mine:
                 del self._arriving[digest]
             arrival.set()
         if self._host is not None:
-            self._host.settle(window[:count], self._clock() + remote.tier.ttl / 2)
+            self._host.settle(window[:count], self._clock() + self._remote.tier.ttl / 2)
         return count
 
-    def _keep(self, host: HostTier, block: Block, payload: memoryview, tenant: bytes, protect: set[bytes]) -> None:
-        lease = host.prepare_store([block], tenant, uses=0, protect=protect)
+    def _keep(self, host: HostTier, blocks: list[Block], payloads: list[memoryview], tenant: bytes) -> None:
+        lease = host.prepare_store(blocks, tenant, uses=0)
         self.make_room(lease)
-        for view in lease.views:
-            copy(view, payload)
+        payload_of = dict(zip((block.digest for block in blocks), payloads, strict=True))
+        for block, view in zip(lease.blocks, lease.views, strict=True):
+            copy(view, payload_of[block.digest])
         host.complete_store(lease)
 
     async def _store_jobs(self) -> None:

@@ -158,9 +158,13 @@ class GuardedTier:
         return found
 
     async def load(
-        self, blocks: Sequence[Block], tenant: bytes, take: Callable[[Block, memoryview], None], deadline: float
+        self,
+        blocks: Sequence[Block],
+        tenant: bytes,
+        take: Callable[[list[Block], list[memoryview]], None],
+        deadline: float,
     ) -> int:
-        """Hands the proven payloads of the leading blocks to `take`, in order; returns how many. Ends by `deadline`."""
+        """Hands the leading blocks and their proven payloads to `take`; returns how many. Ends by `deadline`."""
         started = self._clock()
         limit = deadline - started
         if limit <= 0:
@@ -172,8 +176,7 @@ class GuardedTier:
                 self.cost.observe(len(blocks) * self._block_bytes, now - started, now)
             return 0
         try:
-            for block, view in zip(lease.blocks, lease.views, strict=True):
-                take(block, view)
+            take(lease.blocks, lease.views)
         finally:
             await self._end(self.tier.complete_load(lease))
         count, now = len(lease.blocks), self._clock()

@@ -60,27 +60,26 @@ def test_only_leading_blocks_count():
     assert (host.lookup(blocks), get(host, blocks)) == (2, 2)
 
 
-def test_the_least_recently_used_chain_goes_first_and_its_tail_before_its_head():
+def test_the_chain_that_was_used_again_stays_and_a_tail_goes_before_its_head():
     host, old, new = host_of(6), make_blocks(3, seed=1), make_blocks(3, seed=2)
     put(host, old)
     put(host, new)
-    get(host, old)
+    host.touch(old)
     assert put(host, make_blocks(4, seed=3)) == [new[2], new[1], new[0], old[2]]
 
 
-def test_a_touched_chain_is_kept():
-    host, old, new = host_of(4), make_blocks(2, seed=1), make_blocks(2, seed=2)
-    put(host, old)
-    put(host, new)
-    host.touch(old)
-    assert put(host, make_blocks(2, seed=3)) == [new[1], new[0]]
+def test_a_block_stored_alone_does_not_displace_its_own_chain():
+    host, blocks = host_of(3), make_blocks(5)
+    for block in blocks:
+        put(host, [block])
+    assert host.lookup(blocks) == 3
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_beginning():
     host, blocks = host_of(4), make_blocks(9)
     put(host, blocks)
     assert host.lookup(blocks) == 4
-    put(host, blocks[4:], protect={block.hash for block in blocks})
+    put(host, blocks[4:])
     assert host.lookup(blocks) == 4
 
 
