@@ -6,8 +6,10 @@ and whether the short path is in front. The oracle is the upstream's call count 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +19,18 @@ import httpx
 import orjson
 import pytest
 
+from gateway.ledger.query import Scope, rows, sums
 from loadtest.stub_upstream import StubUpstream
+from tests.field.reading import ASKS, json_events, text_of, text_of_stream
 from tests.harness import FakeClock, Running, running_gateway, upstream
 from tests.services import RedisServer, redis_server
 
-B: dict[str, Any] = {"model": "m1", "temperature": 0, "messages": [{"role": "user", "content": "Say A"}]}
-CHAT = "/v1/chat/completions"
+CHAT, B = ASKS["chat"]
 WORLDS = [f"{store}-{path}" for store in ("memory", "disk", "redis") for path in ("wire", "full")]
+one_world = pytest.mark.parametrize("world", ["memory-wire"], indirect=True)
+"""For cases in which neither the store nor the path can matter."""
+each_store = pytest.mark.parametrize("world", ["memory-wire", "disk-wire", "redis-wire"], indirect=True)
+both_paths = pytest.mark.parametrize("world", ["memory-wire", "memory-full"], indirect=True)
 
 
 @dataclass(frozen=True)
@@ -46,20 +53,18 @@ class Reply:
         return self.rose == 0 and "hit" in self.cache_status
 
     @property
+    def streamed(self) -> bool:
+        return self.response.headers.get("content-type", "").startswith("text/event-stream")
+
+    @property
     def events(self) -> list[Any]:
         """The JSON events of a stream, without the end mark."""
-        lines = [
-            line.removeprefix("data:").strip() for line in self.response.text.splitlines() if line.startswith("data:")
-        ]
-        return [orjson.loads(line) for line in lines if line != "[DONE]"]
+        return json_events(self.response.content)
 
     @property
     def text(self) -> str:
         """The answer's text (of its first choice), whichever form it came in."""
-        if "event-stream" in self.response.headers.get("content-type", ""):
-            choices = [choice for event in self.events for choice in event.get("choices", ())]
-            return "".join(choice["delta"].get("content") or "" for choice in choices if choice["index"] == 0)
-        return self.response.json()["choices"][0]["message"]["content"]
+        return text_of_stream(self.response.content) if self.streamed else text_of(self.response.json())
 
 
 class Bench:
@@ -84,6 +89,48 @@ class Bench:
         )
         await self.gateway.app.runtime.keeper.drain()
         return Reply(response, self.u.n - before)
+
+    @contextlib.asynccontextmanager
+    async def streaming(
+        self, body: dict[str, Any], path: str = CHAT, key: str | None = None, **headers: str
+    ) -> AsyncIterator[httpx.Response]:
+        """A response read as it comes; leaving the block early is a caller that leaves."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if key is not None:
+            named["authorization"] = f"Bearer {key}"
+        async with self.gateway.client.stream("POST", path, json=body, headers=named) as response:
+            yield response
+
+    @property
+    def not_stored(self) -> Counter[str]:
+        """How many answers were not kept, by reason."""
+        return self.gateway.app.runtime.not_stored
+
+    @property
+    def stored(self) -> int:
+        """How many answers were kept, in whichever tier."""
+        runtime = self.gateway.app.runtime
+        if runtime.memory is not None:
+            return len(runtime.memory)
+        assert runtime.shared is not None
+        return runtime.shared.counters["set"]["ok"]
+
+    async def outcomes(self) -> Counter[str]:
+        """Requests by the ledger's word for what became of them."""
+        found = await self.gateway.app.runtime.ledger.read(lambda open_: sums(open_, Scope(), ("outcome",)))
+        return Counter({line.key[0]: line.counts[0] for line in found if line.counts[0]})
+
+    async def rows(self, count: int = 100) -> list[dict[str, Any]]:
+        """The ledger's newest rows, newest first."""
+        return await self.gateway.app.runtime.ledger.read(lambda open_: rows(open_, Scope(), count))
+
+    async def at_rest(self) -> None:
+        """Waits until nothing is under way: no flight, no upstream call, no admitted caller."""
+        runtime = self.gateway.app.runtime
+        async with asyncio.timeout(5):
+            while runtime.flights or any(member.in_flight for member in runtime.pool.members):
+                await asyncio.sleep(0.01)
+        await runtime.keeper.drain()
 
     async def miss(
         self, body: dict[str, Any] | bytes, path: str = CHAT, key: str | None = None, **headers: str
