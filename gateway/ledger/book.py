@@ -10,7 +10,34 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import floor
 
-from gateway.ledger import counters as c
+from gateway.ledger.counters import (
+    BOUNDS,
+    CACHE_WRITE,
+    CACHED,
+    CALLS,
+    COMPUTED,
+    COST_PICO,
+    FIRST_LATENCY,
+    FIRST_TTFT,
+    LATENCY_US,
+    OUTPUT,
+    REQUESTS,
+    SAVED_PICO,
+    SERVED_OUTPUT,
+    SERVED_PROMPT,
+    SLO_JUDGED,
+    SLO_MET,
+    SLO_MET_TOKENS,
+    TTFT_US,
+    UNKNOWN_COST,
+    UNKNOWN_SAVED,
+    UNKNOWN_SERVED,
+    UNKNOWN_USAGE,
+    UNSPLIT,
+    Counters,
+    add,
+    counters,
+)
 from gateway.ledger.rows import OUTCOMES, SAVED, Call, Row
 from gateway.ledger.schema import MINUTE
 from policies.pricing import Price, PriceTable, Tokens, tokens
@@ -33,8 +60,7 @@ _REASON = 80
 _PROMPT = 2_000
 _REASONS = 300  # reasons told apart
 
-_BOUNDS = c.BOUNDS
-_BY_OUTCOME = {outcome: outcome in SAVED for outcome in OUTCOMES}
+_IS_SAVED = {outcome: outcome in SAVED for outcome in OUTCOMES}
 
 
 @dataclass(slots=True)
@@ -43,7 +69,7 @@ class Pages:
     each reason was given, and rows.
     """
 
-    minutes: dict[int, dict[Group, c.Counters]] = field(default_factory=dict)
+    minutes: dict[int, dict[Group, Counters]] = field(default_factory=dict)
     reasons: dict[tuple[int, Group, str], int] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
@@ -56,6 +82,15 @@ class Pages:
         return sum(map(len, self.minutes.values()))
 
 
+@dataclass(slots=True)
+class _Value:
+    """What a usage report is worth: tokens, and pico-dollars at the price of its model."""
+
+    usage: dict[str, int] | None
+    tokens: Tokens | None
+    cost: int | None
+
+
 class Book:
     """Counts rows and calls. ``dropped``: requests whose counters had to be given up, since nothing could be written
     for too long.
@@ -64,7 +99,7 @@ class Book:
     def __init__(self) -> None:
         self.dropped = 0
         self._pages = Pages()
-        self._open: dict[Group, c.Counters] = {}
+        self._open: dict[Group, Counters] = {}
         self._begin = self._end = 0.0
         self._hits_kept = 0
         self._models: set[str] = set()
@@ -72,17 +107,17 @@ class Book:
         self._prices: dict[str, Price | None] = {}
         self._table = PriceTable()
         self._slos: dict[str, Slo] = {}
-        self._usages: dict[int, tuple[dict[str, int], str, Tokens | None, int | None]] = {}
+        self._values: dict[int, _Value] = {}
 
     def apply(self, prices: PriceTable, slos: Mapping[str, Slo]) -> None:
         """Takes prices and service levels (by the model's name sent upstream) into use."""
         self._table, self._slos = prices, dict(slos)
         self._prices.clear()
-        self._usages.clear()
+        self._values.clear()
 
     def record(self, row: Row) -> None:
         """Counts a request that has ended, in the minute in which it ended."""
-        latency, ttft, saved = row.latency, row.ttft, _BY_OUTCOME[row.outcome]
+        latency, ttft, saved = row.latency, row.ttft, _IS_SAVED[row.outcome]
         ended = row.at + latency
         if not self._begin <= ended < self._end:
             self._turn(ended)
@@ -90,23 +125,30 @@ class Book:
         count = self._open.get(group)
         if count is None:
             count = self._counters(group)
-        count[c.REQUESTS] += 1
-        count[c.LATENCY_US] += int(latency * 1e6 + 0.5)
-        count[c.FIRST_LATENCY + bisect_left(_BOUNDS, latency)] += 1
+        micros, bucket = int(latency * 1e6 + 0.5), bisect_left(BOUNDS, latency)
+        count[REQUESTS] += 1
+        count[LATENCY_US] += micros
+        count[FIRST_LATENCY + bucket] += 1
         if ttft is not None:
-            count[c.TTFT_US] += int(ttft * 1e6 + 0.5)
-            count[c.FIRST_TTFT + bisect_left(_BOUNDS, ttft)] += 1
-        used, cost = self._valued(row.usage, row.model)
+            if ttft != latency:
+                micros, bucket = int(ttft * 1e6 + 0.5), bisect_left(BOUNDS, ttft)
+            count[TTFT_US] += micros
+            count[FIRST_TTFT + bucket] += 1
+        usage = row.usage
+        value = self._values.get(id(usage))
+        if value is None or value.usage is not usage:
+            value = self._remembered(usage, row.model)
+        used, cost = value.tokens, value.cost
         if used is not None:
-            count[c.SERVED_PROMPT] += used.prompt
-            count[c.SERVED_OUTPUT] += used.output
+            count[SERVED_PROMPT] += used.prompt
+            count[SERVED_OUTPUT] += used.output
         elif row.status == 200 and row.outcome != "error":
-            count[c.UNKNOWN_SERVED] += 1
+            count[UNKNOWN_SERVED] += 1
         if saved:
             if cost is None:
-                count[c.UNKNOWN_SAVED] += 1
+                count[UNKNOWN_SAVED] += 1
             else:
-                count[c.SAVED_PICO] += cost
+                count[SAVED_PICO] += cost
         if self._slos:
             self._judge(row, used, count)
         if row.reason:
@@ -120,22 +162,23 @@ class Book:
         if not self._begin <= call.at < self._end:
             self._turn(call.at)
         count = self._counters((call.tenant, call.model, call.endpoint, call.upstream, call.outcome, call.stream))
-        count[c.CALLS] += 1
-        used, cost = self._valued(call.usage, call.model)
+        count[CALLS] += 1
+        value = self._value(call.usage, call.model)
+        used, cost = value.tokens, value.cost
         if used is None:
-            count[c.UNKNOWN_USAGE] += 1
+            count[UNKNOWN_USAGE] += 1
         else:
-            count[c.OUTPUT] += used.output
-            count[c.CACHE_WRITE] += used.cache_write
+            count[OUTPUT] += used.output
+            count[CACHE_WRITE] += used.cache_write
             if used.cached is None:
-                count[c.UNSPLIT] += used.prompt
+                count[UNSPLIT] += used.prompt
             else:
-                count[c.CACHED] += used.cached
-                count[c.COMPUTED] += used.prompt - used.cached
+                count[CACHED] += used.cached
+                count[COMPUTED] += used.prompt - used.cached
         if cost is None:
-            count[c.UNKNOWN_COST] += 1
+            count[UNKNOWN_COST] += 1
         else:
-            count[c.COST_PICO] += cost
+            count[COST_PICO] += cost
 
     def tear_off(self) -> Pages:
         """All that has been counted since the last time; it is the caller's now."""
@@ -152,7 +195,7 @@ class Book:
         for minute, groups in later.minutes.items():
             page = pages.minutes.setdefault(minute, {})
             for group, more in groups.items():
-                c.add(page.setdefault(group, c.counters()), more)
+                add(page.setdefault(group, counters()), more)
         for key, times in later.reasons.items():
             pages.reasons[key] = pages.reasons.get(key, 0) + times
         pages.rows = [*pages.rows, *later.rows][-ROWS_PENDING:]
@@ -164,18 +207,18 @@ class Book:
 
     def give_up(self, pages: Pages) -> None:
         """Notes that these pages will never be written."""
-        self.dropped += sum(count[c.REQUESTS] for page in pages.minutes.values() for count in page.values())
+        self.dropped += sum(count[REQUESTS] for page in pages.minutes.values() for count in page.values())
 
     def _turn(self, moment: float) -> None:
         minute = floor(moment / MINUTE) * MINUTE
         self._begin, self._end = float(minute), float(minute + MINUTE)
         self._open = self._pages.minutes.setdefault(minute, {})
 
-    def _counters(self, group: Group) -> c.Counters:
+    def _counters(self, group: Group) -> Counters:
         known = self._known(group)
         count = self._open.get(known)
         if count is None:
-            count = self._open[known] = c.counters()
+            count = self._open[known] = counters()
         return count
 
     def _known(self, group: Group) -> Group:
@@ -197,25 +240,22 @@ class Book:
             self._reasons.add(label)
         return label
 
-    def _valued(self, usage: dict[str, int] | None, model: str) -> tuple[Tokens | None, int | None]:
-        """Tokens and pico-dollars of a usage report. The same report comes again with every hit of an entry."""
-        if not usage:
-            return None, None
-        seen = self._usages.get(id(usage))
-        if seen is not None and seen[0] is usage and seen[1] == model:
-            return seen[2], seen[3]
+    def _remembered(self, usage: dict[str, int] | None, model: str) -> _Value:
+        """The value of a usage report that comes again with every hit of its entry."""
+        if len(self._values) >= MODELS:
+            self._values.clear()
+        value = self._values[id(usage)] = self._value(usage, model)
+        return value
+
+    def _value(self, usage: dict[str, int] | None, model: str) -> _Value:
         if model not in self._prices:
             if len(self._prices) >= MODELS:
                 self._prices.clear()
             self._prices[model] = self._table.price(model)
         used, price = tokens(usage), self._prices[model]
-        cost = price.of(used) if used is not None and price is not None else None
-        if len(self._usages) >= MODELS:
-            self._usages.clear()
-        self._usages[id(usage)] = (usage, model, used, cost)
-        return used, cost
+        return _Value(usage, used, price.of(used) if used is not None and price is not None else None)
 
-    def _judge(self, row: Row, used: Tokens | None, count: c.Counters) -> None:
+    def _judge(self, row: Row, used: Tokens | None, count: Counters) -> None:
         """Goodput: of requests that were to be answered, those whose user had the answer in time."""
         slo = self._slos.get(row.model)
         if slo is None or not (row.status < 400 or row.status >= 500):
@@ -226,10 +266,10 @@ class Book:
         )
         if met is None:
             return
-        count[c.SLO_JUDGED] += 1
+        count[SLO_JUDGED] += 1
         if met:
-            count[c.SLO_MET] += 1
-            count[c.SLO_MET_TOKENS] += output or 0
+            count[SLO_MET] += 1
+            count[SLO_MET_TOKENS] += output or 0
 
     def _keep(self, row: Row, saved: bool) -> None:
         rows = self._pages.rows

@@ -89,7 +89,7 @@ class Ledger:
         while True:
             await asyncio.sleep(FLUSH_EVERY)
             await self.flush()
-            await self._prune()
+            await self.prune()
 
     async def flush(self) -> None:
         """Writes what has been counted so far. Never raises: what cannot be written now is kept for the next time.
@@ -135,7 +135,8 @@ class Ledger:
         for executor in (self._writing, self._reading):
             executor.shutdown()
 
-    async def _prune(self) -> None:
+    async def prune(self) -> None:
+        """Forgets what is too old or too much, once a minute at most."""
         wall, now = self._clock.time(), self._clock.monotonic()
         if abs((wall - self._anchor[0]) - (now - self._anchor[1])) > JUMP:
             self._anchor, self._hold_until = (wall, now), now + HOLD_OFF

@@ -45,11 +45,16 @@ class Store:
         self._file: tuple[int, int] | None = None
         self._groups: dict[Group, int] = {}
         self._reading = threading.Lock()
+        self._suspect = False  # a question met damage; the thread that writes will see to it
 
     def add(self, pages: Pages, worker: str, now: float, vitals: str) -> None:
         """Adds pages, and what this worker says of itself, in one transaction; raises `sqlite3.Error`, OSError."""
-        if self._writer is not None and self._file != self._identity():
+        if self._suspect or (self._writer is not None and self._file != self._identity()):
+            bad = self._file
             self.close()
+            if self._suspect:
+                self._replace(bad)
+            self._suspect = False
         try:
             connection = self._writing()
             with _transaction(connection):
@@ -57,9 +62,10 @@ class Store:
                 connection.execute(schema.SET_WORKER, (worker, now, vitals))
         except sqlite3.DatabaseError as error:
             self._groups.clear()
+            bad, code = self._file, _code(error)
+            if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL):
+                self.close()  # whatever is wrong, only opening the file anew can tell
             if _is_corrupt(error):
-                bad = self._file
-                self.close()
                 self._replace(bad)
             raise
 
@@ -76,6 +82,9 @@ class Store:
             connection.execute("BEGIN")
             try:
                 return question(connection)
+            except sqlite3.DatabaseError as error:
+                self._suspect = _is_corrupt(error)
+                raise
             finally:
                 connection.execute("ROLLBACK")
 
@@ -201,9 +210,14 @@ def _connected(path: str) -> sqlite3.Connection:
     return connection
 
 
+def _code(error: sqlite3.DatabaseError) -> int | None:
+    """SQLite's primary result code; None for what we raise ourselves (a file of another version)."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
 def _is_corrupt(error: sqlite3.DatabaseError) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)  # ours, of another version, has none
-    return code is None or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return _code(error) in (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextmanager
