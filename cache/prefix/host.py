@@ -7,6 +7,7 @@ held while bytes are copied: a leased slot is pinned instead, and a slot being w
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from cache.prefix.blocks import Block
 from cache.prefix.tiers import TierStats
 from policies.prefix_eviction import PrefixEviction
 from policies.tiering import Cost
+
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it yet
 
 Pin = Callable[[np.ndarray], None]
 """Registers the buffer's memory with a device (CUDA: `cudaHostRegister`), for asynchronous copies."""
@@ -90,7 +93,7 @@ class HostTier:
         self.stats = TierStats()
         self.cost = Cost()
         self._quota = quota
-        self._buffer = np.empty((slots, block_bytes), dtype=np.uint8)
+        self._buffer = np.frombuffer(_memory(slots * block_bytes), np.uint8).reshape(slots, block_bytes)
         if pin is not None:
             pin(self._buffer)
         self._free = list(range(slots))[::-1]
@@ -266,3 +269,14 @@ class HostTier:
             if not entry.leases:
                 self._idle[entry.block.hash] = entry
                 self._eviction.unpin(entry.block.hash)
+
+
+def _memory(size: int) -> mmap.mmap:
+    """Memory that is really there: a page fault on first use costs more than the copy that meets it."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, MADV_POPULATE_WRITE):
+        try:
+            memory.madvise(advice)
+        except OSError:  # an older kernel, or one without huge pages: slower at first, no other harm
+            pass
+    return memory
