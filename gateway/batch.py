@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cache.response.canonical import Identity, Scope, identify, respell
 from cache.response.entry import Entry
-from gateway.dialects.embeddings import Item, assemble, items_of, kept_items, shares
+from gateway.dialects.embeddings import Item, assemble, items_of, kept_items, read_only, shares
 from gateway.hit import hit_headers
 from gateway.http import JSON, Request, Response
 from gateway.ledger import Row
@@ -214,7 +214,7 @@ class Batches:
             status = b"warmgate; fwd=%s%s; detail=%s" % (fwd, stored, detail)
             upstream = (b"x-warmgate-upstream", row.upstream.encode())
             return Response(200, [JSON, (b"cache-status", status), upstream], body)
-        row.usage = None if tokens is None else {"prompt": tokens}
+        row.usage = read_only(tokens)
         row.upstream = entries[0].upstream
         if work.joined and row.outcome != "stale":
             row.outcome = "coalesced"

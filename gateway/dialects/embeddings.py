@@ -47,7 +47,7 @@ class Embeddings(PlainDialect):
         if not isinstance(found, dict) or found.get("error"):
             return Answer(None, Outcome(fault="unknown form"))
         usage = found.get("usage")
-        tokens = counts(prompt=usage.get("prompt_tokens")) if isinstance(usage, dict) else {}
+        tokens = read_only(**counts(prompt=usage.get("prompt_tokens"))) if isinstance(usage, dict) else {}
         items = items_of(body)
         if items is None or not found.keys() <= _OF_THE_BATCH or not _complete(found.get("data"), len(items)):
             return Answer(None, Outcome(fault="unknown form"), tokens)
@@ -81,6 +81,11 @@ def kept_items(message: bytes) -> list[bytes]:
     """The kept form of each item of an answer that `Embeddings.read` has read."""
     lines = message.split(b"\n")
     return [b"\n".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True)]
+
+
+def read_only(prompt: int | None = None) -> dict[str, int]:
+    """Usage of an embedding: prompt tokens, none of them cached, and no output."""
+    return {} if prompt is None else {"prompt": prompt, "output": 0, "cached": 0}
 
 
 def assemble(kept: Sequence[bytes], prompt_tokens: int | None) -> bytes:
