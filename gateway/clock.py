@@ -16,8 +16,6 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clock."""
 
-    def time(self) -> float:
-        return time.time()
-
-    def monotonic(self) -> float:
-        return time.monotonic()
+    def __init__(self) -> None:
+        self.time = time.time
+        self.monotonic = time.monotonic

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from cache.response.entry import Entry
+from gateway.hit import Ready
 from gateway.plan import Plan
 from policies.eviction import S3Fifo
 
@@ -21,12 +21,12 @@ _OVERHEAD = 4096
 
 @dataclass(slots=True)
 class Remembered:
-    """A body, its plan, and the answer last rendered for it, valid as long as ``entry`` is the one that is found."""
+    """A body, its plan, and the answer last made ready for it, good as long as ``message`` is what is kept."""
 
     body: bytes
     plan: Plan
-    entry: Entry | None = None
-    segments: tuple[bytes, ...] = ()
+    message: bytes = b""
+    ready: Ready | None = None
 
 
 class Memo:

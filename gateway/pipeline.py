@@ -9,11 +9,13 @@ from typing import Any
 
 from cache.response.entry import Entry
 from cache.response.flights import FellBehind
+from gateway.batch import Batches
 from gateway.clock import Clock
 from gateway.dialects import DIALECTS, Dialect
+from gateway.dialects.embeddings import Embeddings
 from gateway.dialects.openai import error_body
 from gateway.encoding import EncodingError
-from gateway.hit import hit_headers, kept_response, segments_for
+from gateway.hit import hit_headers, kept_response
 from gateway.http import JSON, NO_BUFFERING, Headers, Request, Response
 from gateway.ids import accepted, unique
 from gateway.ledger import SAVED, Outcome, Row
@@ -54,6 +56,7 @@ class Pipeline:
     def __init__(self, runtime: Runtime, shortcut: Shortcut) -> None:
         self._runtime = runtime
         self._shortcut = shortcut
+        self._batches = Batches(runtime)
 
     async def answer(self, request: Request) -> Response:
         """Answers a request to ``/v1/…``. Every request leaves one ledger row, also one whose caller left."""
@@ -98,6 +101,10 @@ class Pipeline:
         if exchange.dialect is not None:
             body = read_body(request.body)
             plan = runtime.planner.plan(request, exchange.dialect, caller, body)
+            if isinstance(exchange.dialect, Embeddings):
+                by_item = await self._batches.answer(plan, request, exchange.row, lambda: self._route(exchange, plan))
+                if by_item is not None:
+                    return by_item
             return await self._recall(exchange, plan)
         if request.path.rstrip("/") == "/v1/models" and request.method == "GET":
             exchange.row.outcome = "bypass"
@@ -113,7 +120,7 @@ class Pipeline:
         if plan.may_serve and (curated := runtime.curated(plan)) is not None:
             row.outcome = "faq"
             now, status = runtime.clock.time(), (b"cache-status", b"warmgate; hit; detail=faq")
-            return kept_response(plan, segments_for(plan, curated), now, [status])
+            return kept_response(plan, curated, now, [status])
         self._shortcut.remember(exchange.request, plan)
         if plan.may_recall:
             now = runtime.clock.time()
@@ -145,7 +152,7 @@ class Pipeline:
         row, now = exchange.row, self._runtime.clock.time()
         row.outcome, row.upstream, row.usage = outcome, entry.upstream, entry.usage
         headers = hit_headers(outcome, max(0.0, now - entry.born), expires - now)
-        return kept_response(plan, segments_for(plan, entry.message), now, headers)
+        return kept_response(plan, entry.message, now, headers)
 
     async def _join(self, exchange: Exchange, plan: Plan, fwd: str, stale: Entry | None) -> Response:
         """Being answered right now? Then wait with the others; else make the call that others may join."""
@@ -243,8 +250,7 @@ class Pipeline:
                     return None
                 row.usage = landed.answer.usage
                 status = (b"cache-status", self._status(plan, fwd, None, collapsed=True))
-                segments = segments_for(plan, landed.answer.message)
-                return kept_response(plan, segments, self._runtime.clock.time(), [status])
+                return kept_response(plan, landed.answer.message, self._runtime.clock.time(), [status])
             headers: Headers = [*head.headers, (b"x-warmgate-upstream", head.upstream.encode())]
             if head.whole:
                 pieces = [piece.asked async for piece in flight.pieces(token)]

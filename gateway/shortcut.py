@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from cache.response.entry import Entry
 from gateway.dialects import DIALECTS
-from gateway.hit import hit_headers, kept_response, segments_for
-from gateway.http import Request, Response
+from gateway.hit import ready
+from gateway.http import Request
 from gateway.ids import accepted, unique
 from gateway.ledger import Row
 from gateway.memo import Memo, Remembered, Scope
@@ -71,11 +71,15 @@ class Shortcut:
         if plan.may_recall and not any(name.startswith(_STEERING) for name, _ in request.headers):
             self._memo.put(scope_of(request, plan.dialect.name, plan.dialect.vary, plan.caller), request.body, plan)
 
-    def answer(self, caught: Caught, body: bytes) -> Response | None:
-        """The answer to a repeat, if memory holds a fresh one; None leaves it to `look_up` or the full path."""
+    def answer(self, caught: Caught, body: bytes) -> bytes | None:
+        """Headers and body of the answer to a repeat, if memory holds a fresh one; None leaves it to `look_up` or the
+        full path.
+        """
         slot = self._memo.get(caught.scope, body)
         entry = self._runtime.recall.in_memory(slot.plan.identity) if slot is not None else None
-        return self._serve(caught, slot, entry) if slot is not None and entry is not None else None
+        if slot is None or entry is None:
+            return None
+        return self._serve(caught, slot, entry, self._runtime.clock.monotonic())
 
     def look_up(self, caught: Caught, body: bytes) -> Lookup | None:
         """Asks the shared store for the answer to a repeat; None leaves the request to the full path."""
@@ -85,15 +89,15 @@ class Shortcut:
         call = self._runtime.recall.begin(slot.plan.identity)
         return Lookup(slot, call, self._runtime.clock.monotonic()) if call is not None else None
 
-    def conclude(self, caught: Caught, lookup: Lookup) -> Response | None:
-        """The answer that a lookup, now done, has found; None leaves the request to the full path."""
+    def conclude(self, caught: Caught, lookup: Lookup) -> bytes | None:
+        """Like `answer`, of a lookup that is done."""
         runtime = self._runtime
         entry = runtime.recall.end(lookup.slot.plan.identity, lookup.call, runtime.clock.time())
         return self._serve(caught, lookup.slot, entry, lookup.began) if entry is not None else None
 
-    def _serve(self, caught: Caught, slot: Remembered, entry: Entry, began: float | None = None) -> Response | None:
+    def _serve(self, caught: Caught, slot: Remembered, entry: Entry, began: float) -> bytes | None:
         runtime, plan = self._runtime, slot.plan
-        monotonic, now = runtime.clock.monotonic(), runtime.clock.time()
+        now = runtime.clock.time()
         if entry.expires <= now or runtime.generations.softened(entry.generations, entry.born):
             return None
         try:
@@ -101,20 +105,31 @@ class Shortcut:
             runtime.tenants.admit(caught.caller)
         except Denied:
             return None
-        if slot.entry is not entry:
-            slot.entry, slot.segments = entry, segments_for(plan, entry.message)
-        row = Row(
-            at=now, tenant=plan.caller.tenant, model=plan.model.target, endpoint=plan.dialect.path, outcome="exact"
+        if slot.ready is None or (slot.message is not entry.message and slot.message != entry.message):
+            slot.ready, slot.message = ready(plan, entry.message), entry.message
+        request_id = caught.request_id or unique(32)
+        answer = slot.ready.filled(
+            plan.dialect.identity(now), entry.expires - now, max(0.0, now - entry.born), request_id
         )
-        row.upstream, row.usage, row.stream, row.status = entry.upstream, entry.usage, plan.streams, 200
-        row.request_id = caught.request_id or unique(32)
-        headers = hit_headers("exact", max(0.0, now - entry.born), entry.expires - now)
-        headers.append((b"x-request-id", row.request_id.encode()))
-        response = kept_response(plan, slot.segments, now, headers)
-        row.latency = row.ttft = runtime.clock.monotonic() - (monotonic if began is None else began)
-        runtime.tenants.release(caught.caller, row.usage)
-        runtime.ledger.record(row)
-        return response
+        took = runtime.clock.monotonic() - began
+        runtime.tenants.release(caught.caller, entry.usage)
+        runtime.ledger.record(
+            Row(
+                at=now,
+                tenant=plan.caller.tenant,
+                model=plan.model.target,
+                endpoint=plan.dialect.path,
+                outcome="exact",
+                upstream=entry.upstream,
+                status=200,
+                stream=plan.streams,
+                latency=took,
+                ttft=took,
+                usage=entry.usage,
+                request_id=request_id,
+            )
+        )
+        return answer
 
 
 def scope_of(request: Request, dialect: str, vary: tuple[str, ...], caller: Caller) -> Scope:

@@ -14,7 +14,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.app import Gateway
 from gateway.heads import MAX_HEAD, Head
-from gateway.http import Response
 from gateway.shortcut import Lookup
 
 
@@ -34,6 +33,8 @@ class WireProtocol(HttpToolsProtocol):
         self._waiting: list[bytes] | None = None  # a lookup in the shared store is under way; what came meanwhile
         self._ending = False
         self._last_hit = 0.0
+        self._common: list[tuple[bytes, bytes]] = []  # uvicorn's own headers, made anew each second
+        self._first_lines = STATUS_LINE[200]
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is not None:
@@ -74,9 +75,9 @@ class WireProtocol(HttpToolsProtocol):
     def _whole(self, head: Head, data: bytes) -> None:
         """One whole request and nothing behind it."""
         body = data[head.length :]
-        response = self._shortcut.answer(head.caught, body)
-        if response is not None:
-            self._respond(response)
+        answer = self._shortcut.answer(head.caught, body)
+        if answer is not None:
+            self._respond(answer)
         elif lookup := self._shortcut.look_up(head.caught, body):
             self._waiting = []
             lookup.call.add_done_callback(lambda _: self._looked_up(head, data, lookup))
@@ -85,12 +86,12 @@ class WireProtocol(HttpToolsProtocol):
 
     def _looked_up(self, head: Head, data: bytes, lookup: Lookup) -> None:
         """The shared store has answered, or failed; whatever came meanwhile is a further request, or an early end."""
-        response = self._shortcut.conclude(head.caught, lookup)
+        answer = self._shortcut.conclude(head.caught, lookup)
         behind, self._waiting = self._waiting, None
         if self.transport.is_closing():
             return
-        if response is not None:
-            self._respond(response)
+        if answer is not None:
+            self._respond(answer)
         else:
             super().data_received(data)
         if behind:
@@ -99,21 +100,16 @@ class WireProtocol(HttpToolsProtocol):
         elif self._ending:
             super().shutdown()
 
-    def _respond(self, response: Response) -> None:
-        self.transport.write(self._bytes(response))
+    def _respond(self, answer: bytes) -> None:
+        common = self.server_state.default_headers
+        if common is not self._common:
+            shown = b"".join(name + b": " + value + b"\r\n" for name, value in common)
+            self._common, self._first_lines = common, STATUS_LINE[200] + shown
+        self.transport.write(self._first_lines + answer)
         self.server_state.total_requests += 1
         self._last_hit = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_handler()
-
-    def _bytes(self, response: Response) -> bytes:
-        body = response.body
-        assert isinstance(body, bytes)
-        parts = [STATUS_LINE[response.status]]
-        for name, value in (*self.server_state.default_headers, *response.headers):
-            parts += (name, b": ", value, b"\r\n")
-        parts += (b"content-length: %d\r\n\r\n" % len(body), body)
-        return b"".join(parts)
 
     def shutdown(self) -> None:
         """A request whose lookup is under way is still answered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from gateway.dialects.base import Answer, Dialect, Piece, Rendered, Unjoinable
 from gateway.dialects.events import EventCollector
 from gateway.dialects.joining import load, merge_constant, settle
 from gateway.dialects.openai import EXCLUDED, error_body, usage_of
+from gateway.ids import unique
 from gateway.sse import Event, frame
 from policies.cacheability import Outcome
 
@@ -72,7 +72,7 @@ class ChoicesDialect(Dialect):
         return Rendered((b"{", _open(whole)), _with_gaps(events), _with_gaps(with_usage))
 
     def identity(self, now: float) -> bytes:
-        return b'"id":"%s%s","created":%d,' % (self.id_prefix.encode(), secrets.token_hex(14).encode(), int(now))
+        return b'"id":"%s%s","created":%d,' % (self.id_prefix.encode(), unique(28).encode(), int(now))
 
     def error(self, status: int, message: str, code: str | None = None, request_id: str = "") -> bytes:
         return error_body(status, message, code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
 from gateway.dialects.joining import load
 from gateway.dialects.message_events import Blocks, message_events
+from gateway.ids import unique
 from gateway.sse import frame
 from policies.cacheability import Ask, Outcome
 
@@ -76,7 +76,7 @@ class Messages(Dialect):
         return Rendered((b"{", respell(whole)[1:]), stream, stream)
 
     def identity(self, now: float) -> bytes:
-        return b'"id":"msg_%s",' % secrets.token_hex(12).encode()
+        return b'"id":"msg_%s",' % unique(24).encode()
 
     def curated(self, body: Mapping[str, Any], model: str, text: str) -> bytes | None:
         asked = given(body)

@@ -8,7 +8,6 @@ nothing of ``store`` only at the caller's explicit wish.
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from gateway.dialects.events import EventCollector
 from gateway.dialects.joining import load
 from gateway.dialects.openai import EXCLUDED, error_body, usage_of
 from gateway.dialects.response_events import response_events
+from gateway.ids import unique
 from gateway.sse import frame
 from policies.cacheability import Ask, Outcome, Turn
 
@@ -86,7 +86,7 @@ class Responses(Dialect):
         return Rendered((b"{", respell(whole)[1:]), stream, stream)
 
     def identity(self, now: float) -> bytes:
-        return b'"id":"resp_%s","created_at":%d,' % (secrets.token_hex(24).encode(), int(now))
+        return b'"id":"resp_%s","created_at":%d,' % (unique(48).encode(), int(now))
 
     def echo(self, body: Mapping[str, Any]) -> bytes:
         echoed = {name: body.get(name) for name in _ECHOED}
