@@ -26,14 +26,13 @@ HOP_BY_HOP = frozenset(
 
 @dataclass(slots=True)
 class Request:
-    """A request with its whole body. ``loopback``: whether it came from this machine."""
+    """A request with its whole body."""
 
     method: str
     path: str
     query: bytes
     headers: Headers
     body: bytes
-    loopback: bool = True
 
     def header(self, name: bytes) -> str | None:
         """A header's value, several of one name joined by a comma (RFC 9110 section 5.3); None when absent."""

@@ -43,7 +43,6 @@ async def read_request(
         query=scope["query_string"],
         headers=list(scope["headers"]),
         body=b"",
-        loopback=is_loopback(scope.get("client")),
     )
     length = request.header(b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:

@@ -70,12 +70,14 @@ class Member:
         finally:
             self.in_flight -= 1
 
+    def is_stale(self, now: float, max_age: float) -> bool:
+        """Whether its own list of models is older than ``max_age`` seconds."""
+        return self.config.models is None and now - self._listed_at >= max_age
+
     async def learn_models(self, now: float, max_age: float, asker: Request) -> None:
-        """Asks ``/v1/models`` unless the list is younger than ``max_age`` seconds; a failure leaves what was known."""
-        if self.config.models is not None or now - self._listed_at < max_age:
-            return
+        """Asks ``/v1/models`` if the list is stale; a failure leaves what was known."""
         async with self._asking:
-            if now - self._listed_at < max_age:
+            if not self.is_stale(now, max_age):
                 return
             try:
                 headers = [(b"accept", b"application/json"), *self.proof(asker)]
@@ -111,6 +113,6 @@ class Pool:
 
     async def _learn(self, max_age: float, asker: Request) -> None:
         now = self._clock.monotonic()
-        stale = [m for m in self.members if m.config.models is None]
+        stale = [member for member in self.members if member.is_stale(now, max_age)]
         if stale:
             await asyncio.gather(*(member.learn_models(now, max_age, asker) for member in stale))
