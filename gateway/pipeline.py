@@ -327,19 +327,20 @@ class Pipeline:
         self, exchange: Exchange, status: int, body: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
         """The body; its row is written when it has ended, or the caller has left."""
-        complete = False
+        row = exchange.row
+        ended = 499  # the caller left, unless it turns out otherwise
         try:
             async for chunk in body:
                 yield chunk
-            complete = True
+            ended = status
         except (UpstreamError, EncodingError) as error:
-            exchange.row.reason = str(error)
+            row.outcome, row.reason, ended = "error", str(error), status
             raise
         finally:
             await body.aclose()
-            if not complete:
-                exchange.row.outcome, exchange.row.reason = "error", exchange.row.reason or "caller left"
-            self._close(exchange, status)
+            if ended == 499:
+                row.outcome, row.reason = "error", row.reason or "caller left"
+            self._close(exchange, ended)
 
     def _close(self, exchange: Exchange, status: int) -> None:
         runtime, row = self._runtime, exchange.row

@@ -131,6 +131,10 @@ class Ledger:
     async def close(self) -> None:
         """Writes what is left."""
         await self.flush()
+        try:
+            await self._on(self._writing, lambda: self._store.leave(self.worker))
+        except (sqlite3.Error, OSError):
+            pass  # it will be missed soon enough
         await self._on(self._writing, self._store.close)
         for executor in (self._writing, self._reading):
             executor.shutdown()

@@ -106,6 +106,12 @@ class Store:
                 _forget_oldest(connection)
         connection.execute("PRAGMA incremental_vacuum").fetchall()
 
+    def leave(self, worker: str) -> None:
+        """This worker says no more."""
+        if self._writer is not None:
+            with _transaction(self._writer):
+                self._writer.execute("DELETE FROM workers WHERE worker = ?", (worker,))
+
     def close(self) -> None:
         with self._reading:
             self._close()
