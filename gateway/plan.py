@@ -17,6 +17,7 @@ from typing import Any
 from cache.response.canonical import BadBody, Identity, Scope, identify, parse, respell
 from cache.response.tags import scopes_of
 from gateway.config import Cache, Config, TenantCache
+from gateway.config.units import parse_time
 from gateway.dialects.base import Dialect
 from gateway.http import Request
 from gateway.tenants import Caller
@@ -25,7 +26,6 @@ from policies.freshness import Directives, Lifetime, parse_cache_control
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _MAX_TAGS = 16
-_FOREVER = 366 * 86400.0
 _NO_SETTINGS = TenantCache()
 
 
@@ -245,6 +245,7 @@ def _seconds(request: Request, header: bytes) -> float | None:
     value = request.header(header)
     if value is None:
         return None
-    if not value.isascii() or not value.isdigit():
-        raise BadRequest(f"The header {header.decode()} must be a whole number of seconds.")
-    return min(float(value), _FOREVER)
+    try:
+        return parse_time(value)
+    except ValueError as error:
+        raise BadRequest(f"The header {header.decode()} {error}.") from None
