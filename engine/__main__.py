@@ -42,6 +42,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--step-tokens", type=int, default=default.step_tokens, help="token budget of one step")
     top.add_argument("--max-running", type=int, default=default.max_running, help="sequences that may run at once")
     top.add_argument("--threads", type=int, default=0, help="threads of matrix products (0: all cores)")
+    top.add_argument("--kv-host", dest="kv_host_bytes", type=size, default=0, help="host memory for KV, e.g. 2GiB")
+    top.add_argument("--kv-remote", default="", help="redis://… or lmcache://host:port for KV blocks (empty: none)")
+    top.add_argument(
+        "--write-through-uses", type=int, default=2, help="prompts that must use a block before it is stored remotely"
+    )
     top.add_argument("--kv-events", default="", help="ZMQ endpoint for KV events in vLLM's format (empty: none)")
     top.add_argument("--kv-events-replay", default="", help="ZMQ endpoint to replay KV events from (empty: none)")
     top.add_argument("--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="never reuse a prefix")

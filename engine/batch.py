@@ -7,6 +7,8 @@ kernels, so that a sequence's numbers do not depend on how many others decode be
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,8 @@ class Runner:
 
     def __init__(self, model: Llama, pool: KVPool, *, batch_invariant: bool = False) -> None:
         self._model, self._pool, self._batch_invariant = model, pool, batch_invariant
+        self.prefill_seconds = 0.0
+        """How long the prefills of the last step took."""
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[tuple[Sequence, Tensor]]:
@@ -32,10 +36,12 @@ class Runner:
         if step.decodes:
             rows = zip(step.decodes, self._decode(step.decodes), strict=True)
             results += [(sequence, row) for sequence, row in rows if sequence.computed + 1 == len(sequence.tokens)]
+        began = time.perf_counter()
         for chunk in step.prefills:
             hidden = self.prefill(chunk)
             if chunk.end == len(chunk.sequence.tokens):
                 results.append((chunk.sequence, self._model.logits(hidden[-1:])[0].cpu()))
+        self.prefill_seconds = time.perf_counter() - began
         return results
 
     @torch.inference_mode()

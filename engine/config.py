@@ -20,6 +20,9 @@ class EngineConfig:
         block_size: tokens in one KV block.
         prefill_chunk: tokens of one prefill pass, a multiple of `block_size`; prefix hits are cut to it.
         kv_bytes: size of the KV pool; 0 takes a quarter of the free memory (at most 4 GiB on the CPU).
+        kv_host_bytes: host memory for KV blocks that leave the device; 0: none.
+        kv_remote: `redis://…`, `rediss://…`, `unix://…` or `lmcache://host:port` behind it; empty: none.
+        write_through_uses: prompts that must have used a block before it is stored remotely at once; 1: every block.
         max_context: longest prompt plus answer; 0 takes the model's own.
         step_tokens: token budget of one scheduling step.
         max_running: sequences that may run at once.
@@ -43,6 +46,9 @@ class EngineConfig:
     step_tokens: int = 128
     max_running: int = 16
     threads: int = 0
+    kv_host_bytes: int = 0
+    kv_remote: str = ""
+    write_through_uses: int = 2
     kv_events: str = ""
     kv_events_replay: str = ""
     prefix_reuse: bool = True
@@ -53,7 +59,10 @@ class EngineConfig:
             raise ModelError(
                 f"the prefill chunk ({self.prefill_chunk}) must be a multiple of the block size ({self.block_size})"
             )
-        if min(self.kv_bytes, self.max_context, self.threads) < 0 or min(self.step_tokens, self.max_running) < 1:
+        if (
+            min(self.kv_bytes, self.kv_host_bytes, self.max_context, self.threads) < 0
+            or min(self.step_tokens, self.max_running, self.write_through_uses) < 1
+        ):
             raise ModelError("sizes and counts must not be negative, and at least one token and sequence must fit")
 
     @property

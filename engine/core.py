@@ -12,6 +12,7 @@ from cache.prefix.blocks import LayoutId, chain
 from engine.batch import Runner
 from engine.config import EngineConfig
 from engine.errors import ModelError, RequestError
+from engine.kv.lower import LowerTiers, build_stack
 from engine.kv.manager import BlockEvents, BlockManager, NoEvents
 from engine.kv.pool import KVPool
 from engine.model.llama import Llama
@@ -44,6 +45,7 @@ class Counters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class EngineCore:
         *,
         events: BlockEvents | None = None,
         progress: Callable[[int], None] = lambda layer: None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.spec, self.tokenizer = config, files.spec, files.tokenizer
         device = pick_device(config.device)
@@ -74,15 +77,6 @@ class EngineCore:
         )
         self._events = events or NoEvents()
         self.manager = BlockManager(self.pool.blocks, self._events)
-        self.scheduler = Scheduler(
-            self.manager,
-            block_size=config.block_size,
-            chunk=config.prefill_chunk,
-            step_tokens=config.step_tokens,
-            max_running=config.max_running,
-            reuse=config.prefix_reuse,
-        )
-        self.runner = Runner(self.model, self.pool, batch_invariant=config.batch_invariant)
         self.layout = LayoutId(
             weights=files.digest,
             dtype=str(dtype).removeprefix("torch."),
@@ -93,10 +87,33 @@ class EngineCore:
             rope=files.spec.rope(),
             numerics=f"chunk={config.prefill_chunk}",
         )
+        stack = build_stack(config, self.layout, size)
+        self.lower = None
+        if stack is not None:
+            self.lower = LowerTiers(
+                stack,
+                self.pool,
+                self.manager,
+                chunk_blocks=config.prefill_chunk // config.block_size,
+                eager=config.write_through_uses == 1,
+                wake=wake,
+            )
+        self.scheduler = Scheduler(
+            self.manager,
+            block_size=config.block_size,
+            chunk=config.prefill_chunk,
+            step_tokens=config.step_tokens,
+            max_running=config.max_running,
+            reuse=config.prefix_reuse,
+            lower=self.lower,
+        )
+        self.runner = Runner(self.model, self.pool, batch_invariant=config.batch_invariant)
         self.context = min(
             config.max_context or files.spec.context, files.spec.context, self.pool.blocks * config.block_size
         )
         self.counters = Counters()
+        self.stalled = False
+        """Whether the last step had nothing to compute, since what it needs is still being loaded."""
         self._sequences: dict[str, Sequence] = {}
 
     def check(self, prompt_length: int, max_tokens: int | None) -> int:
@@ -123,6 +140,7 @@ class EngineCore:
             output=Output(self.tokenizer, job.stops, ignore_eos=job.ignore_eos),
             chain=chain(job.prompt, self.config.block_size, salt=job.salt) if self.config.prefix_reuse else [],
             max_tokens=job.max_tokens,
+            salt=job.salt,
             priority=job.priority,
         )
         self._sequences[job.id] = sequence
@@ -148,12 +166,20 @@ class EngineCore:
     def step(self) -> list[tuple[str, Delta]]:
         """Advances every sequence that can be advanced, and returns what was generated, as (job id, delta)."""
         step = self.scheduler.schedule()
+        if self.lower is not None:
+            self.lower.save_evicted()  # before anything is written over it
+        self.stalled = not step
         if not step:
             return []
         results = self.runner.run(step)
         self.scheduler.commit(step)
         self._events.flush()
-        self.counters.computed_tokens += sum(end - start for _, start, end in step.prefills)
+        computed = sum(end - start for _, start, end in step.prefills)
+        self.counters.computed_tokens += computed
+        if self.lower is not None and computed:
+            self.lower.stack.observe_prefill(computed, self.runner.prefill_seconds)
+        if self.lower is not None:
+            self.lower.save_pending()
         return [(sequence.id, self._take(sequence, logits)) for sequence, logits in results]
 
     def _take(self, sequence: Sequence, logits: torch.Tensor) -> Delta:
@@ -162,9 +188,10 @@ class EngineCore:
         sequence.tokens.append(token)
         if sequence.output_length == 1:
             self.counters.cached_tokens += sequence.cached
+            self.counters.loaded_tokens += sequence.cached - sequence.cached_by.get("device", 0)
         self.counters.generated_tokens += 1
         delta = sequence.output.push(token, report, last=sequence.output_length >= sequence.max_tokens)
-        delta.tokens, delta.cached_tokens = sequence.output_length, sequence.cached
+        delta.tokens, delta.cached_tokens, delta.cached_by = sequence.output_length, sequence.cached, sequence.cached_by
         if delta.finish_reason:
             self.scheduler.cancel(sequence)
             del self._sequences[sequence.id]
@@ -178,6 +205,18 @@ class EngineCore:
         """Forgets every known prefix; running sequences keep their blocks."""
         self.manager.reset()
         self._events.flush()
+
+    def rest(self) -> None:
+        """Does what waits for a quiet moment: stores blocks below, checks that no block was lost."""
+        if self.lower is not None:
+            self.lower.save_pending(limit=None)
+        self.check_integrity()
+
+    def close(self) -> None:
+        """Stores what still waits and lets the tiers go."""
+        if self.lower is not None:
+            self.lower.save_pending(limit=None)
+            self.lower.stack.close()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if any block is lost, held twice or wrongly counted."""

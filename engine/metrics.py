@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cache.prefix.stack import TierStack
 from engine.core import EngineCore
 
 
@@ -39,15 +40,35 @@ class EngineCollector(Collector):
         yield counter("vllm:generation_tokens", "Tokens generated.", counters.generated_tokens)
         yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prompt_tokens)
         yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.cached_tokens)
+        yield counter("vllm:external_prefix_cache_hits", "Prompt tokens loaded from below.", counters.loaded_tokens)
         yield counter("warmgate_engine_prefill_tokens", "Prompt tokens really computed.", counters.computed_tokens)
         yield counter("warmgate_engine_block_evictions", "Known blocks given up for space.", manager.evictions)
         yield counter("warmgate_engine_hash_collisions", "Hashes equal, blocks not.", manager.collisions)
+        if core.lower is not None:
+            yield from self._tiers(core.lower.stack)
         finished = CounterMetricFamily(
             "vllm:request_success", "Finished generations by reason.", labels=["model_name", "finished_reason"]
         )
         for reason, count in dict(counters.finished).items():
             finished.add_metric([self._model, reason], count)
         yield finished
+
+    def _tiers(self, stack: TierStack) -> Iterator[Metric]:
+        blocks = CounterMetricFamily(
+            "warmgate_engine_tier_blocks",
+            "Blocks by tier and by what was done.",
+            labels=["model_name", "tier", "event"],
+        )
+        for tier, counts in stack.stats().items():
+            for event, count in counts.items():
+                blocks.add_metric([self._model, tier, event], count)
+        yield blocks
+        decisions = CounterMetricFamily(
+            "warmgate_engine_tier_decisions", "Fetch or recompute, by reason.", labels=["model_name", "reason"]
+        )
+        for reason, count in dict(stack.decisions).items():
+            decisions.add_metric([self._model, reason], count)
+        yield decisions
 
 
 def render(core: EngineCore, model: str) -> bytes:

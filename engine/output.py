@@ -18,6 +18,7 @@ class Delta:
     finish_reason: str | None = None
     tokens: int = 0
     cached_tokens: int = 0
+    cached_by: dict[str, int] = field(default_factory=dict)
     error: str | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,9 @@ class Answer(ABC):
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(choices)]
         self._reasons: list[str | None] = [None] * choices
         self._tokens = [0] * choices
-        self._prompt_tokens, self._cached = prompt_tokens, 0
+        self._prompt_tokens = prompt_tokens
+        self._found: list[dict[str, int]] = [{} for _ in range(choices)]
+        self.per_prompt = 1
         self.reports = False
 
     def take(self, choice: int, delta: Delta) -> None:
@@ -43,16 +46,19 @@ class Answer(ABC):
         self._logprobs[choice] += delta.logprobs
         self._reasons[choice] = delta.finish_reason
         self._tokens[choice] = delta.tokens
-        self._cached = max(self._cached, delta.cached_tokens) if choice else delta.cached_tokens
+        self._found[choice] = delta.cached_by
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; `cached_tokens` are prompt tokens whose prefill was not computed again."""
         generated = sum(self._tokens)
+        by_tier: Counter[str] = Counter()
+        for found in self._found[:: self.per_prompt]:  # a prompt's other choices only find what its first has computed
+            by_tier.update(found)
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "prompt_tokens_details": {"cached_tokens": by_tier.total(), "cached_by_tier": dict(by_tier)},
         }
 
     def whole(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.kv.lower import LowerTiers
 from engine.kv.manager import BlockManager
 from engine.sequence import Sequence, State
 
@@ -50,11 +51,13 @@ class Scheduler:
         step_tokens: int,
         max_running: int,
         reuse: bool = True,
+        lower: LowerTiers | None = None,
     ) -> None:
         if chunk % block_size:
             raise ValueError(f"the prefill chunk ({chunk}) must be a multiple of the block size ({block_size})")
         self._manager, self._block_size, self._chunk = manager, block_size, chunk
         self._step_tokens, self._max_running, self._reuse = max(step_tokens, chunk), max_running, reuse
+        self._lower = lower
         self._arrivals = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -67,11 +70,14 @@ class Scheduler:
         self._arrivals += 1
         sequence.arrival = self._arrivals
         self._enqueue(sequence)
+        if self._lower is not None:
+            self._lower.want(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Drops a sequence wherever it stands and frees its blocks; also the way a finished one leaves."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
+            self._abandon(sequence)
         elif sequence.state is State.RUNNING:
             self._stop(sequence)
         sequence.state = State.FINISHED
@@ -106,11 +112,15 @@ class Scheduler:
             sequence.computed = end
             if self._reuse and end - start == self._chunk:
                 for at in range(start // self._block_size, end // self._block_size):
-                    self._manager.publish(sequence.blocks[at], sequence.chain[at])
+                    block, content = sequence.blocks[at], sequence.chain[at]
+                    if self._manager.publish(block, content, sequence.salt) and self._lower is not None:
+                        self._lower.published(block, content)
 
     def _prefill(self, sequence: Sequence, step: Step, budget: int) -> int:
         """Adds this sequence's next chunk if it fits; returns the budget left."""
         self._take_cached(sequence)
+        if self._lower is not None and not self._lower.ready(sequence):
+            return budget
         start = sequence.computed
         end = min(start - start % self._chunk + self._chunk, sequence.prompt_length)
         if self._shared_elsewhere(sequence, start, end) or (step.prefills and end - start > budget):
@@ -134,7 +144,7 @@ class Scheduler:
 
     def _take_cached(self, sequence: Sequence) -> None:
         """Takes up whole chunks from the index, as far as they go; the last prompt token is always computed."""
-        if not self._reuse:
+        if not self._reuse or (sequence.fetch is not None and sequence.fetch.transfer is not None):
             return
         while sequence.computed % self._chunk == 0 and sequence.computed + self._chunk < sequence.prompt_length:
             first = sequence.computed // self._block_size
@@ -143,10 +153,13 @@ class Scheduler:
             if len(found) < len(wanted):
                 return
             self._manager.hold(found)
+            if self._lower is not None:
+                self._lower.used(found, sequence)
             sequence.blocks += found
             sequence.computed += self._chunk
             if not sequence.preemptions:
                 sequence.cached += self._chunk
+                sequence.cached_by["device"] = sequence.cached_by.get("device", 0) + self._chunk
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
@@ -191,12 +204,19 @@ class Scheduler:
         self.preemptions += 1
         self._preempted.add(sequence)
         self._enqueue(sequence)
+        if self._lower is not None:
+            self._lower.want(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._abandon(sequence)
         self._manager.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
+
+    def _abandon(self, sequence: Sequence) -> None:
+        if self._lower is not None:
+            self._lower.abandon(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.rank)

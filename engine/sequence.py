@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from cache.prefix.blocks import Block
 from engine.output import Output
 from engine.sampling import Sampler
+
+if TYPE_CHECKING:
+    from engine.kv.lower import Fetch
 
 
 class State(Enum):
@@ -34,13 +38,16 @@ class Sequence:
     output: Output
     chain: list[Block]
     max_tokens: int
+    salt: bytes = b""
     priority: int = 0
     arrival: int = 0
     state: State = State.WAITING
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     cached: int = 0
+    cached_by: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
+    fetch: Fetch | None = None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -133,7 +133,7 @@ class EngineApp:
     ) -> Response:
         core, choices = self._worker.core, len(prompts) * body.choices
         answer = kind(self._worker.config.name, core.tokenizer, choices, sum(map(len, prompts)))
-        answer.reports = body.top() is not None
+        answer.reports, answer.per_prompt = body.top() is not None, body.choices
         jobs: list[Generation] = []
         for index in range(choices):
             prompt = prompts[index // body.choices]

@@ -29,6 +29,9 @@ log = logging.getLogger("engine")
 
 Command = Callable[[], None]
 
+_LOAD_POLL = 0.02
+"""Seconds between two looks at loads that have not announced their end."""
+
 
 class Worker:
     """Owns the engine thread. `start`, then `generate` from the event loop once `ready`; `stop` at the end."""
@@ -116,6 +119,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._on_ready)
         while not self._stopping:
             self._turn()
+        self.core.close()
 
     def _load(self) -> None:
         began = time.monotonic()
@@ -128,7 +132,13 @@ class Worker:
         log.info("reading model %s", self.config.model)
         files = self._open(self.config.model)
         with tqdm(total=files.spec.layers, desc="loading layers", unit="layer", disable=not sys.stderr.isatty()) as bar:
-            self.core = EngineCore(self.config, files, events=self._events, progress=lambda _: (bar.update(), None)[1])
+            self.core = EngineCore(
+                self.config,
+                files,
+                events=self._events,
+                progress=lambda _: (bar.update(), None)[1],
+                wake=lambda: self._commands.put(lambda: None),
+            )
         self.template = ChatTemplate(files.tokenizer)
         pool = self.core.pool
         log.info(
@@ -145,13 +155,14 @@ class Worker:
     def _turn(self) -> None:
         """Obeys all waiting commands, then runs one step; sleeps if there is neither."""
         try:
-            command = self._commands.get(block=not self.core.busy)
+            command = self._commands.get(block=not self.core.busy or self.core.stalled, timeout=self._patience())
             while True:
                 self._obey(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             pass
         if not self.core.busy:
+            self.core.rest()
             return
         try:
             deltas = self.core.step()
@@ -161,6 +172,10 @@ class Worker:
             for job, _ in deltas:
                 self.core.cancel(job, "error")
         self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+    def _patience(self) -> float | None:
+        """How long to sleep: for ever when idle; while loads are under way, no longer than a deadline may be off."""
+        return _LOAD_POLL if self.core.busy else None
 
     def _add(self, job: Generation) -> None:
         self.core.add(job)

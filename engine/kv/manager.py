@@ -9,7 +9,7 @@ Everything is O(1) per block. Identity is confirmed by the whole `Block`, never 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from cache.prefix.blocks import Block
@@ -40,9 +40,13 @@ class BlockManager:
         self.total = blocks
         self.collisions = 0
         self.evictions = 0
+        self.on_evict: Callable[[int, Block], None] | None = None
+        """Told of a known block whose space is taken, while its bytes are still there."""
         self._events = events
         self._counts = [0] * blocks
         self._content: list[Block | None] = [None] * blocks
+        self._tenants = [b""] * blocks
+        self._uses = [0] * blocks
         self._index: dict[bytes, int] = {}
         self._empty: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -68,6 +72,9 @@ class BlockManager:
             del self._empty[block]
         else:
             block, _ = self._evictable.popitem(last=False)
+            content = self._content[block]
+            if self.on_evict is not None and content is not None:
+                self.on_evict(block, content)
             self._forget(block)
             self.evictions += 1
         self._counts[block] = 1
@@ -105,7 +112,24 @@ class BlockManager:
             if self._counts[block] == 0:
                 (self._evictable if self._content[block] else self._empty)[block] = None
 
-    def publish(self, block: int, content: Block) -> bool:
+    def content(self, block: int) -> Block | None:
+        """What an indexed block holds."""
+        return self._content[block]
+
+    def tenant(self, block: int) -> bytes:
+        """Whose an indexed block is."""
+        return self._tenants[block]
+
+    def uses(self, block: int) -> int:
+        """How many prompts have used an indexed block, the one that made it included."""
+        return self._uses[block]
+
+    def use(self, block: int) -> int:
+        """Counts one more use; returns how many there are now."""
+        self._uses[block] += 1
+        return self._uses[block]
+
+    def publish(self, block: int, content: Block, tenant: bytes = b"", *, uses: int = 1) -> bool:
         """Makes a held, completely written block findable. False if the same content is already indexed elsewhere."""
         other = self._index.get(content.hash)
         if other is not None:
@@ -117,6 +141,7 @@ class BlockManager:
                 del self._evictable[other]
                 self._empty[other] = None
         self._content[block] = content
+        self._tenants[block], self._uses[block] = tenant, uses
         self._index[content.hash] = block
         self._events.stored(content)
         return True

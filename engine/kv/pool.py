@@ -71,8 +71,15 @@ class KVPool:
                 out[:, layer, part] = paged[layer, part].index_select(0, index)
         return out
 
+    def staging(self, count: int) -> Tensor:
+        """Host memory for `count` whole blocks, page-first as `load` takes them; pinned where that speeds copies up."""
+        layers = self._kv.shape[0]
+        shape = (count, layers, 2, self.block_size, *self._inner)
+        return torch.empty(shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+
     def load(self, blocks: Sequence[int], payload: Tensor) -> None:
         """Copies whole blocks in; the inverse of `export`."""
+        payload = payload.to(self.device, non_blocking=True)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         paged = self._paged()
         for layer in range(len(paged)):
