@@ -232,6 +232,8 @@ async def _read_stream(plan: Plan, chunks: AsyncGenerator[bytes, None], flight: 
         async for chunk in chunks:
             for event in reader.feed(chunk):
                 await _push_event(collector, event, flight)
+        for event in reader.finish():
+            await _push_event(collector, event, flight)
     except (UpstreamError, EncodingError, BrokenStream, EventTooLarge) as error:
         failure = str(error) or type(error).__name__
     answer = collector.close()

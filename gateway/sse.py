@@ -57,8 +57,20 @@ class EventReader:
             raise EventTooLarge(f"an event of over {self._max_event} bytes")
         return events
 
+    def finish(self) -> list[Event]:
+        """The event that a last ``CR`` completes, now that its ``LF`` will not come; by the grammar an unfinished event
+        is not an event.
+        """
+        match = _BLANK_LINE.search(self._pending)
+        if match is None:
+            return []
+        end = match.end()
+        raw = bytes(self._pending[:end])
+        del self._pending[:end]
+        return [_event(raw)]
+
     def rest(self) -> bytes:
-        """What came after the last whole event. By the grammar an unfinished event is not an event."""
+        """What came after the last whole event."""
         return bytes(self._pending)
 
 

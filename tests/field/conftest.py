@@ -19,6 +19,7 @@ import httpx
 import orjson
 import pytest
 
+from gateway.ledger.counters import CACHE_WRITE, CACHED, CALLS, COMPUTED, OUTPUT
 from gateway.ledger.query import Scope, rows, sums
 from loadtest.stub_upstream import StubUpstream
 from tests.field.reading import ASKS, json_events, text_of, text_of_stream
@@ -119,6 +120,12 @@ class Bench:
         """Requests by the ledger's word for what became of them."""
         found = await self.gateway.app.runtime.ledger.read(lambda open_: sums(open_, Scope(), ("outcome",)))
         return Counter({line.key[0]: line.counts[0] for line in found if line.counts[0]})
+
+    async def spent(self) -> dict[str, int]:
+        """What upstream calls used, by kind."""
+        (line,) = await self.gateway.app.runtime.ledger.read(lambda open_: sums(open_, Scope()))
+        kinds = {"calls": CALLS, "computed": COMPUTED, "cached": CACHED, "cache_write": CACHE_WRITE, "output": OUTPUT}
+        return {kind: line.counts[column] for kind, column in kinds.items()}
 
     async def rows(self, count: int = 100) -> list[dict[str, Any]]:
         """The ledger's newest rows, newest first."""

@@ -74,6 +74,33 @@ def _piece(event: dict[str, Any]) -> str:
     if "choices" in event:
         parts = [choice for choice in event["choices"] if choice["index"] == 0]
         return "".join((part["delta"].get("content") if "delta" in part else part["text"]) or "" for part in parts)
-    if event["type"] == "response.output_text.delta":
+    if event.get("type") == "response.output_text.delta":
         return event["delta"]
-    return event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""
+    return event["delta"].get("text", "") if event.get("type") == "content_block_delta" else ""
+
+
+def message_of_chunks(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a chat stream builds up (its first choice), with its finish reason; nulls left out."""
+    message: dict[str, Any] = {"tool_calls": {}}
+    for part in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == 0):
+        for name, value in {**part["delta"], "finish_reason": part.get("finish_reason")}.items():
+            if name == "tool_calls":
+                for piece in value:
+                    _add_call(message["tool_calls"].setdefault(piece["index"], {}), piece)
+            elif isinstance(value, str) and name not in ("role", "finish_reason"):
+                message[name] = message.get(name, "") + value
+            elif value is not None:
+                assert name not in message, f"{name} came twice"
+                message[name] = value
+    return {**message, "tool_calls": [message["tool_calls"][index] for index in sorted(message["tool_calls"])]}
+
+
+def _add_call(call: dict[str, Any], piece: dict[str, Any]) -> None:
+    for name, value in piece.items():
+        if name == "function":
+            for inner, text in value.items():
+                held = call.setdefault("function", {})
+                held[inner] = held.get(inner, "") + text
+        elif name != "index":
+            assert call.get(name) is None, f"{name} came twice"
+            call[name] = value
