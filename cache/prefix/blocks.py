@@ -9,7 +9,7 @@ A match is never believed on a hash alone: `Block.hash` finds (16 bytes here, 4 
 whole `Block` confirms: its own token ids and extras, and the full SHA-256 of everything before it.
 
 SHA-256 rather than BLAKE2: with SHA-NI it is the quicker of the two in CPython (0.43 against 0.51 microseconds for a
-block of 32 tokens; 0.4 ms for a prompt of 4,096).
+block of 32 tokens; 0.5 ms in all for a prompt of 4,096).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 Media = tuple[int, bytes]
 """(position of the medium's first token in the prompt, digest of its content)."""
@@ -95,7 +96,7 @@ def _exact(value: float | int | str | bool | None) -> bytes:
     return f"{type(value).__name__}:{value.hex() if isinstance(value, float) else value}".encode()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Block:
     """One full block of a chain. Two blocks are the same block if, and only if, they compare equal.
 
@@ -125,6 +126,10 @@ class Block:
             blocks.append(block)
             block = block.previous
         return blocks[::-1]
+
+
+_interned: WeakValueDictionary[bytes, Block] = WeakValueDictionary()
+"""By digest: prompts that share a beginning share its `Block`s, so that `previous` holds on to little."""
 
 
 def extras(*, salt: bytes = b"", adapter: str | None = None, media: Sequence[Media] = ()) -> bytes:
@@ -180,6 +185,10 @@ def chain(
         extra = extras(salt=salt, adapter=adapter, media=here) if start == 0 else extras(media=here) if here else b""
         parent = previous.digest if previous else None
         digest = chain_hash(parent, ids, extra)
-        previous = Block(hash_function(digest), digest, parent, start // block_size, ids, extra, previous)
-        blocks.append(previous)
+        name = hash_function(digest)
+        block = _interned.get(digest)
+        if block is None or (block.hash, block.parent, block.tokens, block.extra) != (name, parent, ids, extra):
+            block = _interned[digest] = Block(name, digest, parent, start // block_size, ids, extra, previous)
+        blocks.append(block)
+        previous = block
     return blocks

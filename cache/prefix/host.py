@@ -240,9 +240,10 @@ class HostTier:
         """A free slot, evicting one entry if it must, but none of `keep`, which are pinned."""
         other = self._entries.get(block.hash)
         limit = self._quota(tenant)
+        at_limit = limit is not None and (self._held[tenant] + 1) * self.block_bytes > limit
         if other is not None:  # a hash collision: the newcomer takes the name over
-            victim = other if block.hash in self._idle else None
-        elif limit is not None and (self._held[tenant] + 1) * self.block_bytes > limit:
+            victim = other if block.hash in self._idle and (other.tenant == tenant or not at_limit) else None
+        elif at_limit:
             victim = next((e for key, e in self._idle.items() if e.tenant == tenant and key not in keep), None)
         elif self._free:
             return self._free.pop()

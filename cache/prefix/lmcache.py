@@ -145,7 +145,7 @@ class LMCacheTier:
     async def prepare_store(self, blocks: Sequence[Block], tenant: bytes) -> Lease:
         await self._connect()
         lease = Lease(handle=[])
-        cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i].previous is not blocks[i - 1]), len(blocks)]
+        cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i].parent != blocks[i - 1].digest), len(blocks)]
         for run in [blocks[a:b] for a, b in pairwise(cuts)]:
             key = self._key(run[-1], tenant, run[0].index)
             context = (await _result(self._client.prepare_store(key, self._instance))).context

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from itertools import combinations
 
@@ -124,6 +125,14 @@ def test_a_chain_continued_equals_a_chain_from_scratch(tokens, known):
     whole = chain(tokens, 4, salt=b"s", media=[(0, b"m")] if tokens else [])
     begun = chain(tokens, 4, salt=b"s", media=[(0, b"m")] if tokens else [], known=whole[:known])
     assert begun == whole
+
+
+def test_prompts_share_the_blocks_of_a_common_beginning_and_keep_no_others_alive():
+    one, other = chain(TOKENS, 4), chain([*TOKENS[:8], 1, 2, 3, 4], 4)
+    assert one[0] is other[0] and one[1] is other[1] is other[2].previous
+    tail = weakref.ref(one[2])
+    del one
+    assert tail() is None
 
 
 def test_a_weak_hash_finds_but_only_equality_confirms():  # O-58
