@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from gateway.admin import admin_routes
 from gateway.clock import Clock
 from gateway.config import Config
+from gateway.dashboard.routes import dashboard_routes
 from gateway.heads import Heads
 from gateway.health import health_routes
 from gateway.http import Request, Response
@@ -48,6 +49,7 @@ class Gateway:
         self._pages = FastAPI(title="Warmgate", docs_url=None, redoc_url=None, lifespan=self._lifespan)
         self._pages.include_router(health_routes(runtime))
         self._pages.include_router(admin_routes(runtime, source))
+        self._pages.include_router(dashboard_routes(runtime))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
@@ -77,7 +79,10 @@ class Gateway:
             refused.headers.append((b"connection", b"close"))
             await _send_whole(refused, send)
             return
-        await _while_connected(receive, self._answer(request, send))
+        try:
+            await self._answer(request, send)
+        except asyncio.CancelledError:
+            return  # the caller has left (`WireProtocol.connection_lost`), or the server ends
 
     async def _answer(self, request: Request, send: Send) -> None:
         response = await self.pipeline.answer(request)
@@ -98,24 +103,3 @@ async def _send_whole(response: Response, send: Send) -> None:
     headers = [*response.headers, (b"content-length", b"%d" % len(response.body))]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
     await send({"type": "http.response.body", "body": response.body})
-
-
-async def _while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Runs ``work``, and cancels it when the caller leaves: nothing is computed for nobody."""
-    answering = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            answering.cancel()
-            await asyncio.wait((answering,))
-        if not answering.cancelled():
-            answering.result()
-    finally:
-        leaving.cancel()
-        answering.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -230,7 +230,7 @@ def _identity(plan: Plan, item: Item) -> Identity:
     """The identity of one item: that of the request, had it asked for this item only."""
     scope = Scope(_ITEM, plan.caller.tenant, plan.namespace, plan.model.target, plan.model.revision)
     body = {**plan.body, "input": item, "model": plan.model.target}
-    return identify(scope, body, frozenset(plan.dialect.excluded))
+    return identify(scope, body, plan.dialect.excluded)
 
 
 def _allowed_after_error(plan: Plan) -> float:

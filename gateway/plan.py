@@ -27,6 +27,8 @@ from policies.freshness import Directives, Lifetime, parse_cache_control
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _MAX_TAGS = 16
 _NO_SETTINGS = TenantCache()
+NOWHERE = Identity(b"", b"")
+"""The identity of a request that takes no part in the cache: making one costs more than passing the request on."""
 
 
 class BadRequest(ValueError):
@@ -136,6 +138,7 @@ class Planner:
         opted_in = bool(asked_ttl) or bool(directives.max_age) or directives.only_if_cached
         sampled: Sampled = "faq" if model.faq and rule.sampled == "never" else rule.sampled
         ask = dialect.ask(body)
+        verdict = judge(ask, sampled=sampled, opted_in=opted_in)
         temperature_zero = ask.always_deterministic or (ask.temperature is not None and ask.temperature == 0)
         scope = Scope(
             dialect=dialect.name,
@@ -147,7 +150,7 @@ class Planner:
         )
         included = {**body, "model": model.target}
         try:
-            identity = identify(scope, included, frozenset(dialect.excluded))
+            identity = identify(scope, included, dialect.excluded) if verdict.cacheable else NOWHERE
             outgoing = self._outgoing(request.body, body, model, dialect)
         except BadBody as error:
             raise BadRequest(str(error)) from None
@@ -156,7 +159,7 @@ class Planner:
             caller=caller,
             body=body,
             model=model,
-            verdict=judge(ask, sampled=sampled, opted_in=opted_in),
+            verdict=verdict,
             directives=directives,
             identity=identity,
             namespace=namespace,

@@ -2,15 +2,17 @@
 
 It takes one complete ``POST`` whose head it surely understands (`gateway.heads`); all else, pipelined requests and
 unfinished ones among it, goes to uvicorn's own protocol and the full path, which gives the same answer. What it uses of
-uvicorn's internals: ``data_received``, ``on_message_begin``, ``on_message_complete``, the keep-alive timer, ``app``,
-``cycle``, ``pipeline`` and ``server_state``; the version is pinned and `tests/gateway/test_wire.py` holds the rest.
+uvicorn's internals: ``data_received``, ``on_message_begin``, ``on_message_complete``, ``_start_asgi_task``, the
+keep-alive timer, ``app``, ``cycle``, ``pipeline`` and ``server_state``; the version is pinned and
+`tests/gateway/test_wire.py` holds the rest.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.app import Gateway
 from gateway.heads import MAX_HEAD, Head
@@ -31,6 +33,7 @@ class WireProtocol(HttpToolsProtocol):
         self._parts: list[bytes] = []
         self._missing = 0
         self._waiting: list[bytes] | None = None  # a lookup in the shared store is under way; what came meanwhile
+        self._running: asyncio.Task[None] | None = None  # the last request that took the full path
         self._ending = False
         self._last_hit = 0.0
         self._common: list[tuple[bytes, bytes]] = []  # uvicorn's own headers, made anew each second
@@ -110,6 +113,17 @@ class WireProtocol(HttpToolsProtocol):
         self._last_hit = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_handler()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = self.loop.create_task(cycle.run_asgi(app))
+        self._running.add_done_callback(self.tasks.discard)
+        self.tasks.add(self._running)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is computed for a caller who has left."""
+        super().connection_lost(exc)
+        if self._running is not None and self.scope["path"].startswith("/v1/"):
+            self._running.cancel()
 
     def shutdown(self) -> None:
         """A request whose lookup is under way is still answered."""

@@ -11,12 +11,14 @@ from typing import Any
 
 import httpx
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.app import Gateway, create_app
 from gateway.clock import Clock
 from gateway.config import Config
 from gateway.reload import Source
 from gateway.server import server_config
+from gateway.wire import WireProtocol
 
 
 class FakeClock:
@@ -35,6 +37,13 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         self._time += seconds
         self._monotonic += seconds
+
+
+class FullPath(WireProtocol):
+    """The gateway's protocol without the short path."""
+
+    def data_received(self, data: bytes) -> None:
+        HttpToolsProtocol.data_received(self, data)
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ async def serving(app: Gateway, *, short_path: bool = True) -> AsyncIterator[str
     """Serves a gateway on a free port, as the worker does, with the short path or without; gives its address."""
     config = server_config(app, grace=2)
     if not short_path:
-        config.http = "httptools"
+        config.http = FullPath
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:

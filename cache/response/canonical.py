@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from hashlib import sha256
@@ -82,7 +82,7 @@ def respell(value: object) -> bytes:
     return _dump(value, 0, str)
 
 
-def identify(scope: Scope, body: Mapping[str, Any], excluded: frozenset[str]) -> Identity:
+def identify(scope: Scope, body: Mapping[str, Any], excluded: Container[str]) -> Identity:
     """Key and fingerprint of a parsed ``body`` under ``scope``, without the top-level fields in ``excluded``."""
     head = [KEY_FORMAT, scope.dialect, scope.tenant, scope.namespace, scope.model, scope.revision, scope.vary]
     included = {name: value for name, value in body.items() if name not in excluded}
