@@ -108,9 +108,7 @@ _text_block = with_vendor(
         {"type": st.just("text"), "text": texts}, optional={"citations": st.none() | st.lists(values, max_size=2)}
     )
 )
-_thinking_block = st.fixed_dictionaries(
-    {"type": st.just("thinking"), "thinking": texts}, optional={"signature": texts}
-)
+_thinking_block = st.fixed_dictionaries({"type": st.just("thinking"), "thinking": texts}, optional={"signature": texts})
 _redacted_block = st.fixed_dictionaries({"type": st.just("redacted_thinking"), "data": texts})
 _tool_block = with_vendor(
     st.fixed_dictionaries(
@@ -128,9 +126,7 @@ message_answers = with_vendor(
             "type": st.just("message"),
             "role": st.just("assistant"),
             "model": some_text,
-            "content": st.lists(
-                _text_block | _thinking_block | _redacted_block | _tool_block, min_size=1, max_size=4
-            ),
+            "content": st.lists(_text_block | _thinking_block | _redacted_block | _tool_block, min_size=1, max_size=4),
             "stop_reason": st.sampled_from(["end_turn", "stop_sequence", "tool_use", "max_tokens"]),
             "stop_sequence": st.none() | texts,
             "usage": with_vendor(
