@@ -85,11 +85,9 @@ def judge(ask: Ask, *, sampled: Sampled, opted_in: bool) -> Verdict:
     if sampled == "never":
         return Verdict(False, f"sampled: {name}")
     doubt = not_static(ask)
-    return (
-        Verdict(False, f"sampled ({name}) and not a static question: {doubt}")
-        if doubt
-        else Verdict(True, "static question")
-    )
+    if doubt:
+        return Verdict(False, f"sampled ({name}) and not a static question: {doubt}")
+    return Verdict(True, "static question")
 
 
 def storable(outcome: Outcome, accepted: Sequence[str]) -> Verdict:
@@ -108,139 +106,21 @@ LONGEST_QUESTION = 240
 """Characters; a longer text carries its own context more often than not."""
 
 _OPENERS = frozenset(
-    [
-        "what",
-        "what's",
-        "whats",
-        "who",
-        "who's",
-        "when",
-        "where",
-        "which",
-        "whose",
-        "why",
-        "how",
-        "define",
-        "explain",
-        "describe",
-        "name",
-        "list",
-        "is",
-        "are",
-        "was",
-        "were",
-        "does",
-        "do",
-        "did",
-        "can",
-    ]
+    """what what's whats who who's when where which whose why how define explain describe name list is are was were
+    does do did can""".split()
 )
 _TIME = frozenset(
-    [
-        "now",
-        "today",
-        "tonight",
-        "tomorrow",
-        "yesterday",
-        "currently",
-        "current",
-        "latest",
-        "newest",
-        "recent",
-        "recently",
-        "upcoming",
-        "nowadays",
-        "ago",
-        "still",
-        "yet",
-        "this",
-        "next",
-        "last",
-        "week",
-        "month",
-        "year",
-        "day",
-        "morning",
-        "evening",
-        "weekend",
-        "weather",
-        "forecast",
-        "news",
-        "price",
-        "stock",
-        "score",
-        "date",
-        "time",
-        "live",
-        "trending",
-        "available",
-        "open",
-        "closed",
-    ]
+    """now today tonight tomorrow yesterday currently current latest newest recent recently upcoming nowadays ago still
+    yet this next last week month year day morning evening weekend weather forecast news price stock score date time
+    live trending available open closed""".split()
 )
 _PERSONAL = frozenset(
-    [
-        "i",
-        "i'm",
-        "i've",
-        "i'd",
-        "i'll",
-        "im",
-        "me",
-        "my",
-        "mine",
-        "myself",
-        "we",
-        "we're",
-        "we've",
-        "our",
-        "ours",
-        "us",
-        "you",
-        "your",
-        "yours",
-        "yourself",
-        "he",
-        "him",
-        "his",
-        "she",
-        "her",
-        "hers",
-        "they",
-        "them",
-    ]
+    """i i'm i've i'd i'll im me my mine myself we we're we've our ours us you your yours yourself he him his she her
+    hers they them""".split()
 )
 _SESSION = frozenset(
-    [
-        "above",
-        "below",
-        "earlier",
-        "previous",
-        "previously",
-        "before",
-        "again",
-        "continue",
-        "continued",
-        "it",
-        "its",
-        "that",
-        "these",
-        "those",
-        "here",
-        "there",
-        "attached",
-        "attachment",
-        "following",
-        "document",
-        "file",
-        "image",
-        "picture",
-        "random",
-        "another",
-        "else",
-        "more",
-        "same",
-    ]
+    """above below earlier previous previously before again continue continued it its that these those here there
+    attached attachment following document file image picture random another else more same""".split()
 )
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 
