@@ -114,6 +114,11 @@ _TIME = frozenset(
     yet this next last week month year day morning evening weekend weather forecast news price stock score date time
     live trending available open closed""".split()
 )
+_CHANGING = frozenset(
+    """president minister chancellor ceo cfo cto chairman chairwoman chair mayor governor king queen pope leader champion
+    champions winner record richest oldest youngest population version release salary cost costs rate worth old age
+    status temperature capacity""".split()
+)
 _PERSONAL = frozenset(
     """i i'm i've i'd i'll im me my mine myself we we're we've our ours us you your yours yourself he him his she her
     hers they them""".split()
@@ -147,7 +152,7 @@ def not_static(ask: Ask) -> str:
     words = _WORD.findall(text.lower())
     if not words or words[0] not in _OPENERS:
         return "no question word at its start"
-    for kind, listed in (("time", _TIME), ("personal", _PERSONAL), ("session", _SESSION)):
+    for kind, listed in (("time", _TIME), ("changing", _CHANGING), ("personal", _PERSONAL), ("session", _SESSION)):
         for word in words:
             if word in listed or word.removesuffix("'s") in listed:
                 return f"{kind} word {word!r}"

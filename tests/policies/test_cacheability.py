@@ -67,6 +67,8 @@ def test_static_questions_are_the_knowledge_panel(text: str) -> None:
         ("What is today's weather?", "time"),
         ("Who is the current president of France?", "time"),
         ("What is the latest version of Python?", "time"),
+        ("Who is the president of France?", "changing"),
+        ("How old is the Queen?", "changing"),
         ("What is my name?", "personal"),
         ("How do I reset my password?", "personal"),
         ("What did you say?", "personal"),
