@@ -115,8 +115,8 @@ _TIME = frozenset(
     live trending available open closed""".split()
 )
 _CHANGING = frozenset(
-    """president minister chancellor ceo cfo cto chairman chairwoman chair mayor governor king queen pope leader champion
-    champions winner record richest oldest youngest population version release salary cost costs rate worth old age
+    """president minister chancellor ceo cfo cto chairman chairwoman chair mayor governor king queen pope leader
+    champion champions winner record richest oldest youngest population version release salary cost costs rate worth old age
     status temperature capacity""".split()
 )
 _PERSONAL = frozenset(
