@@ -20,7 +20,8 @@ How an engine uses them (one engine thread; nothing here blocks it):
     # its turn has come (at the latest when `lookup.done`)
     decision = stack.decide(lookup)
     if decision.blocks:
-        staging = pinned_rows(decision.blocks)  # memoryviews of block_bytes each
+        staging = rows[: decision.blocks]  # memoryviews of block_bytes each, of memory allocated once: the page
+        # faults of fresh memory take longer than the copy
         transfer = stack.load(lookup, decision, staging, on_done=wake)
         # … other sequences run on; when `transfer.done`, or the request is cancelled (`transfer.abandon()`):
         pool.load(pages[: transfer.loaded], staging)  # recompute from block d + transfer.loaded

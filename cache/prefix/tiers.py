@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from cache.prefix.blocks import Block
-from cache.stores.breaker import Breaker
+from cache.stores.breaker import LOG_EVERY, Breaker
 from policies.tiering import Cost
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ class GuardedTier:
         self._block_bytes = block_bytes
         self._limits = limits or tier.limits
         self._clock = clock
+        self._logged_bad = float("-inf")
 
     async def lookup(self, blocks: Sequence[Block], tenant: bytes) -> int:
         """How many leading blocks it seems to hold; 0 if it does not answer in time."""
@@ -182,7 +183,8 @@ class GuardedTier:
         count, now = len(lease.blocks), self._clock()
         self.cost.observe(count * self._block_bytes, now - started, now)
         self.stats.add(loaded=count, loaded_bytes=count * self._block_bytes, bad=int(lease.bad is not None))
-        if lease.bad is not None:
+        if lease.bad is not None and now - self._logged_bad >= LOG_EVERY:
+            self._logged_bad = now
             log.warning("%s tier: a KV block was refused: %s", self.name, lease.bad)
         return count
 
