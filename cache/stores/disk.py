@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from cache.stores.base import StoreError, check_key, check_scope, check_ttl
 from cache.stores.lane import Lane, Outcome, attempt
-from cache.stores.table import Damaged, Table, Write
+from cache.stores.table import Table, Write
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,12 +51,10 @@ class DiskStore:
     def __init__(self, path: str | Path, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._table = Table(Path(path), max_bytes, clock)
         self._clock = clock
-        self._max_commit = max_bytes // 16  # a transaction writes pages anew before it frees old ones
         self._max_pending = min(MAX_PENDING, max_bytes // 4)
         self._pending: dict[bytes, Write] = {}
         self._pending_bytes = 0
         self._failure: StoreError | None = None  # of the last commit
-        self._damaged = False
         self._loop: AbstractEventLoop | None = None
         self._reads: Lane[_Lookup | _Job] | None = None
         self._writes: Lane[Write | _Job] | None = None
@@ -98,7 +96,7 @@ class DiskStore:
     def set(self, key: bytes, value: bytes, ttl: float) -> Future[None]:
         expires = int(self._clock() * 1000) + check_ttl(ttl)
         _, writes, loop = self._opened()
-        if len(value) > self._max_commit:
+        if len(value) > self._table.max_value:
             raise StoreError("full", f"{len(value)} bytes are more than a sixteenth of the disk cache")
         if self._pending_bytes + len(value) > self._max_pending:
             raise StoreError("busy", "the disk is too slow for what is to be written")
@@ -117,7 +115,7 @@ class DiskStore:
 
     def bump(self, scope: str) -> Future[int]:
         raw = check_scope(scope)
-        return self._in(self._opened()[1], lambda: self._table.bump(raw))
+        return self._in(self._opened()[1], lambda: self._bump(raw))
 
     def generations(self) -> Future[dict[str, int]]:
         return self._in(self._opened()[0], self._table.generations)
@@ -167,11 +165,9 @@ class DiskStore:
         found = attempt(lambda: self._table.read([lookup.key for lookup in lookups])) if lookups else []
         if isinstance(found, StoreError):
             found = [found.copy() for _ in lookups]
-        outcomes: list[Outcome] = [(lookup.future, value) for lookup, value in zip(lookups, found, strict=True)]
-        outcomes += _run_jobs(batch)
-        if any(isinstance(result, Damaged) for _, result in outcomes):
-            self._damaged = True
-        if self._writes is not None and (self._damaged or not self._table.is_open):
+        outcomes = _run_jobs(batch)
+        outcomes += [(lookup.future, value) for lookup, value in zip(lookups, found, strict=True)]
+        if self._writes is not None and not self._table.usable:
             self._writes.put(_Job(self._ready, None))  # only the writing thread may open the file
         return outcomes
 
@@ -182,32 +178,24 @@ class DiskStore:
         if writes:
             self._commit(writes)
         elif not jobs:
-            attempt(self._table.sweep)
+            attempt(lambda: self._table.write([]))  # sweeps
         return _run_jobs(jobs)
 
+    def _bump(self, scope: bytes) -> int:
+        try:
+            return self._table.bump(scope)
+        except StoreError:
+            if self._table.usable:
+                raise
+            self._ready()
+            return self._table.bump(scope)
+
     def _ready(self) -> None:
-        """Open the file if it is not, anew if it is damaged."""
-        if self._damaged:
-            self._damaged = False
-            self._table.reopen()
-        elif not self._table.is_open:
+        if not self._table.usable:
             self._table.open()
 
     def _commit(self, writes: list[Write]) -> None:
-        """All of `writes`, in transactions that are small against the file."""
-        self._failure = None
-        part: list[Write] = []
-        size = 0
-        for write in [*writes, None]:
-            if part and (write is None or size + len(write.value or b"") > self._max_commit):
-                failure = attempt(lambda part=part: self._table.write(part))
-                if failure is not None:
-                    self._failure = failure
-                    self._damaged = self._damaged or isinstance(failure, Damaged)
-                part, size = [], 0
-            if write is not None:
-                part.append(write)
-                size += len(write.value or b"")
+        self._failure = attempt(lambda: self._table.write(writes))
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._written, writes)

@@ -10,14 +10,15 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lmdb
 import xxhash
@@ -27,19 +28,16 @@ from cache.stores.base import GENERATIONS_KEPT, Kind, StoreError
 log = logging.getLogger(__name__)
 
 FORMAT = b"1"
-FILL = 0.75  # of the file may be live; the rest is what copy-on-write and readers of old pages need
-SWEEP = 256  # expired entries removed with each write
+FILL = 0.7  # of the file may be live; the rest is for pages written anew while readers still need the old
+PAGES_PER_STEP = 64  # pages of the file for each entry that one transaction may write or remove
 
 _HEAD = struct.Struct(">QQQ")  # expiry (unix ms), place in the order of arrival, checksum of key and value
 _U64 = struct.Struct(">Q")
-_CORRUPT = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.PanicError)
-
-
-class Damaged(StoreError):
-    """The file cannot be trusted any more; `Table.reopen` begins anew."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("unavailable", message)
+_DAMAGED = (
+    lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.PanicError,
+    lmdb.BadTxnError, lmdb.BadDbiError, lmdb.IncompatibleError, lmdb.PageFullError, lmdb.CursorFullError,
+    lmdb.ProblemError, struct.error, UnicodeDecodeError,
+)  # fmt: skip
 
 
 class Write(NamedTuple):
@@ -53,7 +51,8 @@ class Write(NamedTuple):
 class Table:
     """One environment in `path/entries`. `max_bytes` bounds its file; the oldest entries make room.
 
-    One thread may write, open and close while another reads.
+    One thread may write, open and close while another reads. StoreError if something fails; when `usable` is false,
+    `open` may help.
     """
 
     def __init__(self, path: Path, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
@@ -62,24 +61,44 @@ class Table:
         self._home = path.expanduser()
         self._path = self._home / "entries"
         self._data = self._path / "data.mdb"
-        self._inode = 0
         self._max_bytes = max_bytes
+        self._step = max(1, max_bytes // mmap.PAGESIZE // PAGES_PER_STEP)
+        self.max_value = max_bytes // 16
         self._clock = clock
         self._env: lmdb.Environment | None = None
+        self._inode = 0
+        self._closed_because = "it was not opened"
+        self._damaged = self._replaced = False
         self._reading = threading.Lock()  # never close the file under a reader: it is mapped memory
 
     @property
-    def is_open(self) -> bool:
-        return self._env is not None
+    def usable(self) -> bool:
+        return self._env is not None and not self._damaged and not self._replaced
 
     def open(self) -> None:
-        """Open or create the file; one that is damaged or of another format is set aside. StoreError if impossible."""
-        with _errors():
+        """Open or create the file. One that is damaged or of another format is set aside, one too large removed."""
+        self.close()
+        try:
+            self._open_alone()
+        except StoreError as error:
+            self._closed_because = str(error)
+            raise
+
+    def _open_alone(self) -> None:
+        with self._errors():
             self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _alone(self._home / "open.lock"):
+                if self._damaged and self._inode_now() == self._inode:
+                    self._set_aside("damage met while in use")
+                elif self._inode_now() and self._data.stat().st_size > self._max_bytes:
+                    log.info("the disk cache in %s is larger than now allowed, beginning anew", self._path)
+                    shutil.rmtree(self._path)
+                self._damaged = self._replaced = False
                 try:
                     self._open()
-                except _CORRUPT as error:
+                except Exception as error:
+                    if not _is_damage(error):
+                        raise
                     self._set_aside(error)
                     self._open()
 
@@ -89,58 +108,62 @@ class Table:
                 self._env.close()
                 self._env = None
 
-    def reopen(self) -> None:
-        """After damage was met: begin anew, unless another process already has."""
-        self.close()
-        with _errors(), _alone(self._home / "open.lock"):
-            if self._data.exists() and self._data.stat().st_ino == self._inode:
-                self._set_aside("damage met while in use")
-        self.open()
-
-    def read(self, keys: Iterable[bytes]) -> list[bytes | None]:
-        """The values of `keys`, None where there is none, it expired or is damaged."""
+    def read(self, keys: Iterable[bytes]) -> list[bytes | StoreError | None]:
+        """The values of `keys`, None where there is none or it expired, StoreError where it is damaged."""
         now = self._now()
-        with self._reading, _errors(), self._opened().begin() as txn:
-            return [_checked(key, txn.get(key, db=self._entries), now) for key in keys]
+        with self._reader() as txn:
+            return [self._checked(txn, key, now) for key in keys]
 
-    def write(self, writes: Iterable[Write]) -> None:
-        """All of `writes` in one transaction, then room is made."""
-        with _errors(), self._opened().begin(write=True) as txn:
-            for write in writes:
-                self._remove(txn, write.key)
-                if write.value is not None:
-                    self._put(txn, write.key, write.value, write.expires)
-            self._sweep(txn)
-            self._evict(txn)
+    def write(self, writes: Sequence[Write]) -> None:
+        """All of `writes`, in transactions that touch a small part of the file each; then room is made."""
+        part: list[Write] = []
+        size = 0
+        for write in writes:
+            length = len(write.value or b"")
+            if len(part) >= self._step or size + length > self.max_value:
+                self._transact(part)
+                part, size = [], 0
+            part.append(write)
+            size += length
+        self._transact(part)
 
-    def sweep(self) -> None:
-        """Remove some expired entries."""
-        self.write(())
+    def _transact(self, writes: Sequence[Write]) -> None:
+        more = True
+        while more:
+            with self._errors(), self._opened().begin(write=True) as txn:
+                for write in writes:
+                    self._remove(txn, write.key)
+                    if write.value is not None:
+                        self._put(txn, write.key, write.value, write.expires)
+                more = self._sweep(txn) or self._evict(txn)
+            writes = ()
 
     def bump(self, scope: bytes) -> int:
-        with _errors(), self._opened().begin(write=True) as txn:
+        self._check_place()
+        with self._errors(), self._opened().begin(write=True) as txn:
             generation = max(self._latest(txn) + 1, self._now())
-            txn.put(b"latest", _U64.pack(generation), db=self._meta)
-            txn.put(scope, _U64.pack(generation), db=self._generations)
+            txn.put(b"latest", _seal(b"latest", generation), db=self._meta)
+            txn.put(scope, _seal(scope, generation), db=self._generations)
             for old, value in txn.cursor(db=self._generations):
-                if _U64.unpack(value)[0] < self._now() - GENERATIONS_KEPT:
+                if _unseal(old, value) < self._now() - GENERATIONS_KEPT:
                     txn.delete(old, db=self._generations)
         return generation
 
     def latest(self) -> int:
         """The greatest generation given out, 0 if none was."""
-        with self._reading, _errors(), self._opened().begin() as txn:
+        self._check_place()
+        with self._reader() as txn:
             return self._latest(txn)
 
     def generations(self) -> dict[str, int]:
         oldest = self._now() - GENERATIONS_KEPT
-        with self._reading, _errors(), self._opened().begin() as txn:
-            found = ((scope, _U64.unpack(value)[0]) for scope, value in txn.cursor(db=self._generations))
-            return {scope.decode(): generation for scope, generation in found if generation >= oldest}
+        with self._reader() as txn:
+            found = [(scope, _unseal(scope, value)) for scope, value in txn.cursor(db=self._generations)]
+            return {bytes(scope).decode(): generation for scope, generation in found if generation >= oldest}
 
     def used(self) -> int:
         """Bytes of the pages that hold entries and their order."""
-        with self._reading, _errors(), self._opened().begin() as txn:
+        with self._reader() as txn:
             return self._used(txn)
 
     def _open(self) -> None:
@@ -163,7 +186,7 @@ class Table:
             self._generations = env.open_db(b"generations")  # scope -> generation
             with env.begin(write=True) as txn:
                 if txn.get(b"format", default=FORMAT, db=self._meta) != FORMAT:
-                    raise lmdb.VersionMismatchError("written by another version")
+                    raise lmdb.VersionMismatchError("it has another format")
                 txn.put(b"format", FORMAT, db=self._meta)
         except BaseException:
             env.close()
@@ -179,16 +202,56 @@ class Table:
             "the disk cache in %s cannot be used (%s); set aside as %s, beginning anew", self._path, reason, aside.name
         )
 
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[lmdb.Transaction]:
+        with self._reading, self._errors(), self._opened().begin() as txn:
+            yield txn
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """LMDB's and the system's errors as StoreError; those that need `open` are noted."""
+        try:
+            yield
+        except (lmdb.Error, OSError, *_DAMAGED) as error:
+            self._damaged = self._damaged or _is_damage(error)
+            self._replaced = self._replaced or isinstance(error, lmdb.MapResizedError)  # by itself, made larger
+            raise StoreError(_kind(error), str(error)) from error
+
+    def _check_place(self) -> None:
+        """Notice a file that another process put in the place of ours: purges must be told where all listen."""
+        with self._errors():
+            if self._inode_now() != self._inode:
+                self._replaced = True
+                raise StoreError("unavailable", f"{self._path} was replaced")
+
+    def _inode_now(self) -> int:
+        """Which file is in the place now, 0 if there is none."""
+        try:
+            return self._data.stat().st_ino
+        except FileNotFoundError:
+            return 0
+
     def _opened(self) -> lmdb.Environment:
         if self._env is None:
-            raise StoreError("unavailable", f"{self._path} is not open")
+            raise StoreError("unavailable", f"the disk cache is not open: {self._closed_because}")
         return self._env
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
 
     def _latest(self, txn: lmdb.Transaction) -> int:
-        return _U64.unpack(txn.get(b"latest", default=bytes(8), db=self._meta))[0]
+        sealed = txn.get(b"latest", db=self._meta)
+        return 0 if sealed is None else _unseal(b"latest", sealed)
+
+    def _checked(self, txn: lmdb.Transaction, key: bytes, now: int) -> bytes | StoreError | None:
+        record = txn.get(key, db=self._entries)
+        if record is None:
+            return None
+        expires, _, checksum = _HEAD.unpack_from(record)
+        if expires <= now:
+            return None
+        value = bytes(record[_HEAD.size :])
+        return value if checksum == _checksum(key, value) else StoreError("data", "a value on disk is damaged")
 
     def _put(self, txn: lmdb.Transaction, key: bytes, value: bytes, expires: int) -> None:
         with txn.cursor(db=self._age) as ages:
@@ -205,22 +268,26 @@ class Table:
             txn.delete(_U64.pack(place), db=self._age)
             txn.delete(_U64.pack(expires) + key, db=self._expiry)
 
-    def _sweep(self, txn: lmdb.Transaction) -> None:
+    def _sweep(self, txn: lmdb.Transaction) -> bool:
+        """Remove a step of expired entries; whether there may be more."""
         now = self._now()
-        for _ in range(SWEEP):
-            with txn.cursor(db=self._expiry) as cursor:
-                if not cursor.first() or _U64.unpack_from(cursor.key())[0] > now:
-                    return
-                key = bytes(cursor.key()[_U64.size :])
-            self._remove(txn, key)
+        for _ in range(self._step):
+            row = _first(txn, self._expiry)
+            if row is None or _U64.unpack_from(row[0])[0] > now:
+                return False
+            txn.delete(row[0], db=self._expiry)
+            self._remove(txn, row[0][_U64.size :])
+        return True
 
-    def _evict(self, txn: lmdb.Transaction) -> None:
-        while self._used(txn) > self._max_bytes * FILL:
-            with txn.cursor(db=self._age) as cursor:
-                if not cursor.first():
-                    return
-                key = bytes(cursor.value())
-            self._remove(txn, key)
+    def _evict(self, txn: lmdb.Transaction) -> bool:
+        """Remove a step of the oldest entries if there are too many bytes; whether there may be more."""
+        for _ in range(self._step):
+            row = _first(txn, self._age) if self._used(txn) > self._max_bytes * FILL else None
+            if row is None:
+                return False
+            txn.delete(row[0], db=self._age)
+            self._remove(txn, row[1])
+        return True
 
     def _used(self, txn: lmdb.Transaction) -> int:
         stats = [txn.stat(db) for db in (self._entries, self._age, self._expiry)]
@@ -231,14 +298,21 @@ def _checksum(key: bytes, value: bytes) -> int:
     return xxhash.xxh3_64_intdigest(value, seed=xxhash.xxh3_64_intdigest(key))
 
 
-def _checked(key: bytes, record: bytes | None, now: int) -> bytes | None:
-    if record is None or len(record) < _HEAD.size:
-        return None
-    expires, _, checksum = _HEAD.unpack_from(record)
-    if expires <= now:
-        return None
-    value = record[_HEAD.size :]
-    return value if checksum == _checksum(key, value) else None
+def _seal(name: bytes, generation: int) -> bytes:
+    value = _U64.pack(generation)
+    return value + _U64.pack(_checksum(name, value))
+
+
+def _unseal(name: Any, sealed: Any) -> int:
+    """A generation that changed on its own could bring a purged answer back: all that it guards must go."""
+    if sealed[_U64.size :] != _U64.pack(_checksum(name, sealed[: _U64.size])):
+        raise lmdb.CorruptedError("a generation is damaged")
+    return _U64.unpack_from(sealed)[0]
+
+
+def _first(txn: lmdb.Transaction, db: Any) -> tuple[bytes, bytes] | None:
+    with txn.cursor(db=db) as cursor:
+        return (bytes(cursor.key()), bytes(cursor.value())) if cursor.first() else None
 
 
 @contextlib.contextmanager
@@ -249,18 +323,11 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """LMDB's and the system's errors as StoreError."""
-    try:
-        yield
-    except _CORRUPT as error:
-        raise Damaged(str(error)) from error
-    except (lmdb.Error, OSError) as error:
-        raise StoreError(_kind(error), str(error)) from error
+def _is_damage(error: Exception) -> bool:
+    return isinstance(error, _DAMAGED) or (isinstance(error, lmdb.Error) and "data format" in str(error))
 
 
-def _kind(error: lmdb.Error | OSError) -> Kind:
+def _kind(error: Exception) -> Kind:
     if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.ReadersFullError)):
         return "full"
     if isinstance(error, lmdb.ReadonlyError):
@@ -268,7 +335,7 @@ def _kind(error: lmdb.Error | OSError) -> Kind:
     if isinstance(error, lmdb.BadValsizeError):
         return "data"
     text = str(error)
-    if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
+    if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)):
         return "full"
     if any(os.strerror(code) in text for code in (errno.EROFS, errno.EACCES, errno.EPERM)):
         return "readonly"

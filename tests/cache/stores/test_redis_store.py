@@ -57,7 +57,7 @@ async def until(condition: Callable[[], object], seconds: float) -> None:
 
 
 def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def hit_again(guard: GuardedStore, value: bytes, seconds: float) -> None:
