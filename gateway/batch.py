@@ -146,6 +146,8 @@ class Batches:
         if message is None:
             row.outcome = "error" if head.status >= 400 else row.outcome
             row.reason = landed.answer.outcome.fault
+            if work.plan.may_keep:
+                runtime.not_stored[row.reason] += 1
             return Response(head.status, [*headers, (b"cache-status", b"warmgate; fwd=uri-miss")], body)
         tokens = landed.answer.usage.get("prompt")
         counted = shares(tokens, [work.wanted[i] for i in new]) if tokens is not None else [None] * len(new)
