@@ -1,23 +1,29 @@
-"""Blocks with known bytes, buffers with poison, a remote tier that fails to order, a real Redis server to mistreat."""
+"""Blocks with known bytes, buffers with poison, a remote tier that fails to order, a Redis server to mistreat."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import redis
 
 from cache.prefix.blocks import Block, chain
 from cache.prefix.codec import BadBlock, Codec
-from cache.prefix.tiers import Lease, Limits
+from cache.prefix.host import HostTier
+from cache.prefix.stack import TierStack
+from cache.prefix.tiers import GuardedTier, Lease, Limits
+from cache.prefix.transfer import Lookup, Transfer
+from cache.stores.breaker import Breaker
 
 BLOCK_BYTES = 4096
 BLOCK_TOKENS = 4
 LAYOUT = b"L" * 32
 TENANT = b"tenant"
+POISON = b"\xee" * BLOCK_BYTES
 
 Hook = Callable[[int], Awaitable[None]]
 """Called with the number of the call so far."""
@@ -35,7 +41,7 @@ def payload(block: Block, size: int = BLOCK_BYTES) -> memoryview:
 
 def buffers(count: int) -> list[memoryview]:
     """Writable buffers, poisoned."""
-    return [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in range(count)]
+    return [memoryview(bytearray(POISON)) for _ in range(count)]
 
 
 def wait_for(condition: Callable[[], object], timeout: float = 10.0) -> None:
@@ -151,3 +157,73 @@ class FaultyTier:
         self.calls[verb] += 1
         if hook is not None:
             await hook(self.calls[verb])
+
+
+class Bench:
+    """Makes stacks and closes them."""
+
+    def __init__(self) -> None:
+        self.stacks: list[TierStack] = []
+
+    def __call__(
+        self,
+        tier: FaultyTier | None = None,
+        *,
+        slots: int = 16,
+        limits: Limits | None = None,
+        breaker: Breaker | None = None,
+        **options,
+    ) -> TierStack:
+        stack = TierStack(
+            host=HostTier(slots * BLOCK_BYTES, BLOCK_BYTES) if slots else None,
+            remote=GuardedTier(tier, BLOCK_BYTES, limits=limits, breaker=breaker) if tier else None,
+            block_bytes=BLOCK_BYTES,
+            block_tokens=BLOCK_TOKENS,
+            **{"load_timeout": 20.0, **options},
+        )
+        self.stacks.append(stack)
+        return stack
+
+
+def store(stack: TierStack, blocks: Sequence[Block], **options) -> int:
+    return stack.store(blocks, [payload(block) for block in blocks], TENANT, **options)
+
+
+def look(stack: TierStack, blocks: Sequence[Block]) -> Lookup:
+    lookup = stack.lookup(blocks, TENANT)
+    wait_for(lambda: lookup.done)
+    return lookup
+
+
+def fetch(stack: TierStack, blocks: Sequence[Block]) -> Transfer:
+    """Looks up, loads, and proves every filled buffer right and every other one untouched."""
+    lookup = look(stack, blocks)
+    decision = stack.decide(lookup)
+    into = buffers(decision.blocks)
+    transfer = stack.load(lookup, decision, into)
+    wait_for(lambda: transfer.done)
+    check(transfer, into)
+    return transfer
+
+
+def check(transfer: Transfer, into: Sequence[memoryview]) -> None:
+    for position, buffer in enumerate(into):
+        right = payload(transfer.blocks[position]) if position < transfer.loaded else POISON
+        assert buffer == right, f"buffer {position} of {transfer.loaded} loaded"
+
+
+def settled(stack: TierStack, stored: int) -> None:
+    assert stack.remote is not None
+    wait_for(lambda: stack.stats()["remote"]["stored"] + stack.stats()["remote"]["dropped"] >= stored)
+
+
+async def hang(_: int) -> None:
+    await asyncio.sleep(3600)
+
+
+def stumble(*calls: int) -> Callable:
+    async def hook(call: int) -> None:
+        if call in calls or not calls:
+            raise ConnectionError("injected")
+
+    return hook

@@ -23,8 +23,17 @@ from cache.prefix.lmcache import LMCacheTier, LMCacheUnavailable
 from cache.prefix.stack import TierStack
 from cache.prefix.tiers import GuardedTier, Limits
 from cache.stores.breaker import Breaker
-from tests.cache.prefix.helpers import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, TENANT, make_blocks, payload, wait_for
-from tests.cache.prefix.test_stack import fetch, look
+from tests.cache.prefix.helpers import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    LAYOUT,
+    TENANT,
+    fetch,
+    look,
+    make_blocks,
+    payload,
+    wait_for,
+)
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed: pip install 'warmgate[lmcache]'"

@@ -21,11 +21,12 @@ from tests.cache.prefix.helpers import (
     LAYOUT,
     TENANT,
     RedisServer,
+    fetch,
+    look,
     make_blocks,
     payload,
     wait_for,
 )
-from tests.cache.prefix.test_stack import fetch, look
 
 MakeStack = Callable[..., TierStack]
 
