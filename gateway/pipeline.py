@@ -156,25 +156,25 @@ class Pipeline:
 
     async def _join(self, exchange: Exchange, plan: Plan, fwd: str, stale: Entry | None) -> Response:
         """Being answered right now? Then wait with the others; else make the call that others may join."""
-        flights = self._runtime.flights
-        flight = flights.get(plan.identity.key) if plan.may_join else None
-        if flight is not None and flight.joinable:
-            response = await self._follow(exchange, plan, flight, collapsed=True, fwd=fwd)
-            if response is not None:
-                return response
-        members = await self._route(exchange, plan)
-        shared = plan.may_join and plan.identity.key not in flights
-        flight = self._take_off(exchange, plan, members, "bypass" if fwd == "bypass" else "miss", shared=shared)
+        flights, key = self._runtime.flights, plan.identity.key
         try:
+            members = await self._route(exchange, plan)
+            for _ in range(2):  # a flight in the other form may bring nothing of use; then the next is tried
+                flight = flights.get(key) if plan.may_join else None
+                if flight is None or not flight.joinable:
+                    break
+                response = await self._follow(exchange, plan, flight, collapsed=True, fwd=fwd, stale=stale)
+                if response is not None:
+                    return response
+            shared = plan.may_join and key not in flights  # nothing was awaited since that was looked up
+            flight = self._take_off(exchange, plan, members, "bypass" if fwd == "bypass" else "miss", shared=shared)
             response = await self._follow(exchange, plan, flight, collapsed=False, fwd=fwd, stale=stale)
+            assert response is not None
+            return response
         except (UpstreamError, EncodingError):
             if stale is None or not self._may_serve_after_error(plan, stale):
                 raise
-            response = None
-        if response is None:
-            assert stale is not None
             return self._serve_after_error(exchange, plan, stale)
-        return response
 
     async def _route(self, exchange: Exchange, plan: Plan) -> list[Member]:
         members = await self._runtime.pool.serving(plan.model.target, exchange.request)
@@ -229,8 +229,8 @@ class Pipeline:
     ) -> Response | None:
         """The answer of a flight in this caller's form.
 
-        None: a flight joined in another form brought no answer that can be turned into this one, or (with ``stale``)
-        the upstream failed and the stale entry should be served.
+        None: a flight joined in another form brought no answer that can be turned into this one. With ``stale`` that is
+        served where the upstream fails.
         """
         row = exchange.row
         token = flight.join()
@@ -242,7 +242,7 @@ class Pipeline:
             if head.status >= 400:
                 row.outcome, row.reason = "error", f"status {head.status}"
             if stale is not None and head.status >= 500 and self._may_serve_after_error(plan, stale):
-                return None
+                return self._serve_after_error(exchange, plan, stale)
             other_form = head.status == 200 and head.stream != plan.streams
             if collapsed and other_form:
                 landed: Landed = await flight.result()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ import httpx
 import orjson
 import pytest
 
+from gateway.config import Config
 from gateway.ledger.counters import CACHE_WRITE, CACHED, CALLS, COMPUTED, OUTPUT
 from gateway.ledger.query import Scope, rows, sums
 from loadtest.stub_upstream import StubUpstream
@@ -71,10 +73,11 @@ class Reply:
 class Bench:
     """A gateway and its upstream."""
 
-    def __init__(self, gateway: Running, upstream: StubUpstream, clock: FakeClock) -> None:
+    def __init__(self, gateway: Running, upstream: StubUpstream, clock: FakeClock, config: dict[str, Any]) -> None:
         self.gateway = gateway
         self.u = upstream
         self.clock = clock
+        self._config = config
 
     async def send(
         self, body: dict[str, Any] | bytes, path: str = CHAT, key: str | None = None, **headers: str
@@ -121,6 +124,17 @@ class Bench:
         found = await self.gateway.app.runtime.ledger.read(lambda open_: sums(open_, Scope(), ("outcome",)))
         return Counter({line.key[0]: line.counts[0] for line in found if line.counts[0]})
 
+    async def reload(self, **changes: Any) -> None:
+        """Takes these parts of the configuration into use."""
+        self._config |= changes
+        response = await self.gateway.client.post("/admin/reload")
+        assert response.status_code == 200, response.text
+
+    async def key_of(self, body: dict[str, Any], path: str = CHAT, tenant: str = "default") -> bytes:
+        """Under which key the answer to this body is kept."""
+        told = await self.gateway.client.post("/admin/explain", params={"path": path, "tenant": tenant}, json=body)
+        return bytes.fromhex(told.json()["key"])
+
     async def spent(self) -> dict[str, int]:
         """What upstream calls used, by kind."""
         (line,) = await self.gateway.app.runtime.ledger.read(lambda open_: sums(open_, Scope()))
@@ -164,6 +178,7 @@ class World:
     store: str
     short_path: bool
     cache: dict[str, Any]
+    folder: Path
 
     @contextlib.asynccontextmanager
     async def bench(
@@ -175,9 +190,11 @@ class World:
             if u is None:
                 u = await stack.enter_async_context(StubUpstream(models=("m1", "m2")))
             cache = {**self.cache, **config.pop("cache", {})}
-            whole = {"upstreams": [upstream(u.url)], **config, "cache": cache}
-            gateway = await stack.enter_async_context(running_gateway(whole, clock, short_path=self.short_path))
-            yield Bench(gateway, u, clock)
+            whole = {"upstreams": [upstream(u.url)], "ledger": "off", **config, "cache": {"disk": "off", **cache}}
+            gateway = await stack.enter_async_context(
+                running_gateway(whole, clock, lambda: Config.model_validate(whole), short_path=self.short_path)
+            )
+            yield Bench(gateway, u, clock, whole)
 
 
 @pytest.fixture(scope="session")
@@ -197,7 +214,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
     else:
         server: RedisServer = request.getfixturevalue("redis_process")
         cache = {"memory": "off", "redis": {"url": server.url, "prefix": uuid.uuid4().hex, "timeout": "1s"}}
-    return World(store, path == "wire", cache)
+    return World(store, path == "wire", cache, tmp_path)
 
 
 @pytest.fixture
@@ -205,6 +222,11 @@ async def bench(world: World) -> AsyncIterator[Bench]:
     """A bench with one tenant and no keys."""
     async with world.bench() as made:
         yield made
+
+
+def hashed(key: str) -> str:
+    """An API key as a configuration names it."""
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
 def tools(*names: str, **schema: Any) -> list[dict[str, Any]]:
