@@ -116,8 +116,8 @@ _TIME = frozenset(
 )
 _CHANGING = frozenset(
     """president minister chancellor ceo cfo cto chairman chairwoman chair mayor governor king queen pope leader
-    champion champions winner record richest oldest youngest population version release salary cost costs rate worth old age
-    status temperature capacity""".split()
+    champion champions winner record richest oldest youngest population version release salary cost costs rate worth
+    old age status temperature capacity""".split()
 )
 _PERSONAL = frozenset(
     """i i'm i've i'd i'll im me my mine myself we we're we've our ours us you your yours yourself he him his she her
