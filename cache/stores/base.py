@@ -83,8 +83,8 @@ def check_key(key: bytes) -> bytes:
 def check_scope(scope: str) -> bytes:
     """`scope` as bytes, or ValueError: a purge that silently missed its scope would leave wrong answers alive."""
     raw = scope.encode()
-    if not 0 < len(raw) <= MAX_KEY:
-        raise ValueError(f"a purge scope must have 1 to {MAX_KEY} bytes, this one has {len(raw)}")
+    if not 0 < len(raw) <= MAX_KEY or b"\x00" in raw:
+        raise ValueError(f"a purge scope must have 1 to {MAX_KEY} bytes, none of them NUL; this one has {len(raw)}")
     return raw
 
 

@@ -109,7 +109,9 @@ async def test_generations_older_than_ninety_days_are_dropped(bench: Bench) -> N
     assert await bench.store.generations() == {"tag:new": kept}
 
 
-@pytest.mark.parametrize("scope", ["", "s" * 401, "é" * 201], ids=["empty", "long", "long in bytes"])
+@pytest.mark.parametrize(
+    "scope", ["", "s" * 401, "é" * 201, "\x00latest"], ids=["empty", "long", "long in bytes", "NUL"]
+)
 async def test_a_scope_that_cannot_be_kept_is_refused_not_ignored(bench: Bench, scope: str) -> None:
     with pytest.raises(ValueError, match="purge scope"):
         await bench.store.bump(scope)
