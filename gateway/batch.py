@@ -17,7 +17,7 @@ from gateway.dialects.embeddings import Item, assemble, items_of, kept_items, re
 from gateway.hit import hit_headers
 from gateway.http import JSON, Request, Response
 from gateway.ledger import Row
-from gateway.plan import Plan
+from gateway.plan import Plan, varying
 from gateway.relay import Head, Landed, new_flight
 from gateway.runtime import Runtime
 from gateway.upstreams.client import UpstreamError
@@ -68,7 +68,7 @@ class Batches:
         items = items_of(plan.body)
         if items is None:
             return None
-        order = [_identity(plan, item) for item in items]
+        order = [_identity(plan, request, item) for item in items]
         work = _Work(plan, request, row, route, dict(zip(order, items, strict=True)), order)
         row.model = plan.model.target
         if plan.may_recall:
@@ -228,9 +228,10 @@ class Batches:
         return Response(200, [JSON, *hit_headers(row.outcome, age, expires)], body)
 
 
-def _identity(plan: Plan, item: Item) -> Identity:
+def _identity(plan: Plan, request: Request, item: Item) -> Identity:
     """The identity of one item: that of the request, had it asked for this item only."""
-    scope = Scope(_ITEM, plan.caller.tenant, plan.namespace, plan.model.target, plan.model.revision)
+    vary = varying(request, plan.dialect)
+    scope = Scope(_ITEM, plan.caller.tenant, plan.namespace, plan.model.target, plan.model.revision, vary)
     body = {**plan.body, "input": item, "model": plan.model.target}
     return identify(scope, body, plan.dialect.excluded)
 

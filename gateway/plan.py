@@ -146,7 +146,7 @@ class Planner:
             namespace=namespace,
             model=model.target,
             revision=model.revision,
-            vary=tuple((name, request.header(name.encode()) or "") for name in dialect.vary),
+            vary=varying(request, dialect),
         )
         included = {**body, "model": model.target}
         try:
@@ -211,6 +211,14 @@ class _Rule:
                 self.if_error = _given(rule.stale_if_error, self.if_error)
                 self.sampled = rule.sampled or self.sampled
                 return
+
+
+def varying(request: Request, dialect: Dialect) -> tuple[tuple[str, str], ...]:
+    """What besides the body may change the answer: the dialect's headers, and a query, which is sent upstream as it is
+    (``api-version`` and the like).
+    """
+    headers = tuple((name, request.header(name.encode()) or "") for name in dialect.vary)
+    return (*headers, ("?", request.query.decode("latin-1"))) if request.query else headers
 
 
 def read_body(body: bytes) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Relay:
     async def _send(self, plan: Plan, request: Request, request_id: str, member: Member) -> UpstreamResponse:
         headers = to_upstream(request, request_id, member.proof(request))
         body = self._planner.salted(plan) if member.config.cache_salt else plan.outgoing
-        return await member.send("POST", plan.dialect.path, b"", headers, body)
+        return await member.send("POST", plan.dialect.path, request.query, headers, body)
 
     async def _read(self, plan: Plan, member: Member, response: UpstreamResponse, flight: CallFlight) -> Landed:
         kind = next((value for name, value in response.headers if name == b"content-type"), b"")

@@ -68,7 +68,8 @@ class Shortcut:
 
     def remember(self, request: Request, plan: Plan) -> None:
         """Takes note of a plan that the full path has made, if memory could answer a repeat of the request."""
-        if plan.may_recall and not any(name.startswith(_STEERING) for name, _ in request.headers):
+        steered = request.query or any(name.startswith(_STEERING) for name, _ in request.headers)
+        if plan.may_recall and not steered:
             self._memo.put(scope_of(request, plan.dialect.name, plan.dialect.vary, plan.caller), request.body, plan)
 
     def answer(self, caught: Caught, body: bytes) -> bytes | None:

@@ -191,6 +191,14 @@ async def test_versions_and_betas_reach_the_upstream_and_part_the_answers() -> N
         assert versions[:3] == [versions[0]] * 3 and versions[3] == "2099-01-01" != versions[0]
 
 
+async def test_a_query_goes_upstream_and_into_the_key() -> None:
+    body = {"model": "m1", "max_tokens": 5, "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
+    async with gateway_before() as (u, gateway):
+        for query in ("?beta=true", "", "?beta=true", ""):
+            await gateway.client.post(f"/v1/messages{query}", json=body)
+        assert [call.target for call in u.calls] == ["/v1/messages?beta=true", "/v1/messages"]
+
+
 async def test_cache_marks_reach_the_upstream_byte_for_byte() -> None:
     body = (
         b'{"model": "m1", "max_tokens":5,\n "temperature": 0.0, "system": [{"type":"text", "text":"Be brief.", '
