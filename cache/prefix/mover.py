@@ -124,9 +124,11 @@ class Mover:
             self._closing = True
             self._loop.call_soon_threadsafe(self._jobs.put_nowait, None)
         self._thread.join(timeout)
-        if self._thread.is_alive():
+        try:
             self._loop.call_soon_threadsafe(self._main.cancel)
-            self._thread.join(timeout)
+        except RuntimeError:  # it has ended in time
+            return
+        self._thread.join(timeout)
 
     # --- on the I/O thread ---------------------------------------------------------------------------------------
 
