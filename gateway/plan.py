@@ -42,8 +42,9 @@ class Model:
     name: str
     target: str
     revision: str
-    fallback: tuple[str, ...]
-    faq: bool
+    fallback: tuple[str, ...] = ()
+    faq: bool = False
+    prompt_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,9 @@ class Planner:
         """What a model name stands for."""
         alias = self._config.models.get(name)
         if alias is None:
-            return Model(name, name, self._revisions.get(name, ""), (), False)
+            return Model(name, name, self._revisions.get(name, ""))
         revision = alias.revision if alias.revision is not None else self._revisions.get(alias.target, "")
-        return Model(name, alias.target, revision, alias.fallback, alias.faq)
+        return Model(name, alias.target, revision, alias.fallback, alias.faq, alias.prompt_cache)
 
     def salt(self, tenant: str) -> str:
         """What an engine keeps this tenant's prefixes apart by; it tells nothing of the tenant to whoever lacks the
@@ -151,7 +152,7 @@ class Planner:
         included = {**body, "model": model.target}
         try:
             identity = identify(scope, included, dialect.excluded) if verdict.cacheable else NOWHERE
-            outgoing = self._outgoing(request.body, body, model, dialect)
+            outgoing = self._outgoing(request.body, body, model, dialect, caller.tenant)
         except BadBody as error:
             raise BadRequest(str(error)) from None
         return Plan(
@@ -174,9 +175,11 @@ class Planner:
         salt = b'{"cache_salt":"%s",' % self.salt(plan.caller.tenant).encode()
         return salt + plan.outgoing.lstrip()[1:]
 
-    def _outgoing(self, raw: bytes, body: Mapping[str, Any], model: Model, dialect: Dialect) -> bytes:
+    def _outgoing(self, raw: bytes, body: Mapping[str, Any], model: Model, dialect: Dialect, tenant: str) -> bytes:
         """The caller's own bytes wherever no field had to change."""
         changes = dialect.prepare(body)
+        if model.prompt_cache:
+            changes |= dialect.hint(body, self.salt(tenant))
         if model.target != model.name:
             changes["model"] = model.target
         if not changes and "cache_salt" not in body:

@@ -110,6 +110,7 @@ class ModelAlias(Section):
     revision: Text | None = None
     fallback: tuple[Text, ...] = ()
     faq: bool = False
+    prompt_cache: bool = False  # help the provider cache prefixes: prompt_cache_key, Anthropic's breakpoints
     slo: Slo = Slo()
 
 

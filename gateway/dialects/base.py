@@ -97,6 +97,12 @@ class Dialect(ABC):
         own bytes.
         """
 
+    def hint(self, body: Mapping[str, Any], salt: str) -> dict[str, Any]:
+        """Fields to set so that the provider caches the prefix, where the operator wishes it; ``salt`` stands for the
+        tenant.
+        """
+        return {}
+
     @abstractmethod
     def wants_usage(self, body: Mapping[str, Any]) -> bool:
         """Whether this caller's stream is to carry a usage event."""

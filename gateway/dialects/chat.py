@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import orjson
 from gateway.dialects.base import Unjoinable
 from gateway.dialects.choices import ChoicesDialect
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
+from gateway.dialects.hints import prompt_cache_key
 from gateway.dialects.joining import cut, merge
 from policies.cacheability import Ask, Turn
 
@@ -39,6 +41,11 @@ class ChatCompletions(ChoicesDialect):
             side_effects=_side_effects(body),
             world=_world(body),
         )
+
+    def hint(self, body: Mapping[str, Any], salt: str) -> dict[str, Any]:
+        messages = body.get("messages")
+        told = itertools.takewhile(_is_instruction, messages) if isinstance(messages, list) else ()
+        return prompt_cache_key(body, salt, body.get("tools"), list(told))
 
     def curated(self, body: Mapping[str, Any], model: str, text: str) -> bytes | None:
         asked = given(body)
@@ -113,6 +120,10 @@ def _world(body: Mapping[str, Any]) -> str:
     ):
         return "a hosted tool"
     return "web search" if any(body.get(name) not in (None, False) for name in _SEARCHES) else ""
+
+
+def _is_instruction(message: object) -> bool:
+    return isinstance(message, dict) and message.get("role") in ("system", "developer")
 
 
 def _turn(message: object) -> Turn:

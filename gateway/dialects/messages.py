@@ -12,6 +12,7 @@ from gateway.dialects.anthropic import EXCLUDED, VARY, error_body, turns_of, usa
 from gateway.dialects.base import Answer, Dialect, Rendered
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
+from gateway.dialects.hints import breakpoints
 from gateway.dialects.joining import load
 from gateway.dialects.message_events import Blocks, message_events
 from gateway.ids import unique
@@ -50,6 +51,9 @@ class Messages(Dialect):
 
     def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {}
+
+    def hint(self, body: Mapping[str, Any], salt: str) -> dict[str, Any]:
+        return breakpoints(body)
 
     def wants_usage(self, body: Mapping[str, Any]) -> bool:
         return True

@@ -17,6 +17,7 @@ from cache.response.canonical import respell
 from gateway.dialects.base import Answer, Dialect, Rendered, Unjoinable
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
+from gateway.dialects.hints import prompt_cache_key
 from gateway.dialects.joining import load
 from gateway.dialects.openai import EXCLUDED, error_body, usage_of
 from gateway.dialects.response_events import response_events
@@ -55,6 +56,9 @@ class Responses(Dialect):
 
     def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {}
+
+    def hint(self, body: Mapping[str, Any], salt: str) -> dict[str, Any]:
+        return prompt_cache_key(body, salt, body.get("tools"), body.get("instructions"))
 
     def wants_usage(self, body: Mapping[str, Any]) -> bool:
         return True
