@@ -20,6 +20,7 @@ from cache.stores.deadlines import Deadlines
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MAKE_UP_EVERY = 0.5  # seconds between attempts at bumps that failed
 LOG_EVERY = 10.0  # seconds between two log lines of one error class
 # Answers of a store that is alive and quick: skipping it would gain nothing and lose the hits it still serves.
 HARMLESS = frozenset({"full", "readonly", "data", "ValueError"})
@@ -28,8 +29,8 @@ HARMLESS = frozenset({"full", "readonly", "data", "ValueError"})
 class Breaker:
     """When to call a store: the circuit's state, and how long a call may take.
 
-    `deadline`: seconds a lookup may take. `slow_deadline`: the same for `bump` and `generations`, which must be
-    durable or large and are not part of a request. `failures`: how many in a row open the circuit.
+    `deadline`: seconds a `get` or `set` may take. `slow_deadline`: the same for the rest, which must be durable or is
+    large, and is not part of a request. `failures`: how many in a row open the circuit.
     `cooldown`: seconds until one probe is let through. Time comes from `clock`.
     """
 
@@ -97,6 +98,7 @@ class GuardedStore:
         }
         self._deadlines = Deadlines(self.breaker.deadline)
         self._slow_deadlines = Deadlines(self.breaker.slow_deadline)
+        self._owed: set[str] = set()  # scopes whose bump has not succeeded yet
         self._logged: dict[str, tuple[float, int]] = {}  # class -> when last logged, how often held back since
 
     @property
@@ -119,13 +121,18 @@ class GuardedStore:
         return _succeeded(call)
 
     async def delete(self, key: bytes) -> bool:
-        call = self._begin("delete", lambda: self.store.delete(key), self._deadlines)
+        call = self._begin("delete", lambda: self.store.delete(key), self._slow_deadlines)
         await self._finished("delete", call)
         return _succeeded(call)
 
     async def bump(self, scope: str) -> int | None:
-        """The new generation, or None: other processes may not hear of this purge."""
-        return await self._finished("bump", self._begin("bump", lambda: self.store.bump(scope), self._slow_deadlines))
+        """The new generation, or None: other processes will hear of this purge only once the store works again."""
+        call = self._begin("bump", lambda: self.store.bump(scope), self._slow_deadlines)
+        self._owed.add(scope)
+        generation = await self._finished("bump", call)
+        if generation is not None or (call is not None and isinstance(call.exception(), ValueError)):
+            self._owed.discard(scope)
+        return generation
 
     async def generations(self) -> dict[str, int] | None:
         """All generations, or None if they could not be read."""
@@ -134,7 +141,17 @@ class GuardedStore:
         )
 
     async def watch(self, on_bump: Callable[[str, int], None]) -> None:
-        await self.store.watch(on_bump)
+        """Tell of every generation (see `SharedStore.watch`), and make up for bumps that failed."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.store.watch(on_bump))
+            group.create_task(self._make_up())
+
+    async def _make_up(self) -> None:
+        while True:
+            await asyncio.sleep(MAKE_UP_EVERY)
+            for scope in list(self._owed):
+                if await self.bump(scope) is None:
+                    break
 
     def begin_get(self, key: bytes) -> Future[bytes | None] | None:
         """Start a lookup without a task: the future gets a result or an exception before long; None: circuit open.

@@ -35,7 +35,12 @@ class Deadlines:
         when = loop.time() + self.seconds
         queue.append((when, future))
         if self._timer is None:
-            self._timer = loop.call_at(when, self._expire)
+            self._timer = loop.call_at(when, self._due)
+
+    def _due(self) -> None:
+        """Time is up, perhaps only because the loop was held up: let it read what arrived meanwhile, then judge."""
+        assert self._loop is not None
+        self._timer = self._loop.call_later(0.001, self._expire)
 
     def _expire(self) -> None:
         assert self._loop is not None
@@ -46,4 +51,4 @@ class Deadlines:
                 future.set_exception(StoreError("timeout", f"no answer within {self.seconds * 1000:g} ms"))
                 if self._on_expire is not None:
                     self._on_expire()
-        self._timer = self._loop.call_at(queue[0][0], self._expire) if queue else None
+        self._timer = self._loop.call_at(queue[0][0], self._due) if queue else None

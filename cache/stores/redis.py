@@ -52,6 +52,7 @@ class RedisStore:
         self._entry = f"{prefix}:r:".encode()
         self._generations = f"{prefix}:gen".encode()
         self._clock = clock
+        self._behind = False
 
     async def open(self) -> None:
         await self.client.open()
@@ -60,6 +61,11 @@ class RedisStore:
         await self.client.close()
 
     def get(self, key: bytes) -> Future[bytes | None]:
+        """A miss, too, while purges may have been missed: what Redis holds may be purged."""
+        if self._behind:
+            missing: Future[bytes | None] = asyncio.get_running_loop().create_future()
+            missing.set_result(None)
+            return missing
         return self.client.execute(b"GET", self._entry + check_key(key).hex().encode(), parse=_bytes_or_none)
 
     def set(self, key: bytes, value: bytes, ttl: float) -> Future[None]:
@@ -76,7 +82,13 @@ class RedisStore:
         )
 
     def generations(self) -> Future[dict[str, int]]:
-        return self.client.execute(b"HGETALL", self._generations, parse=self._young)
+        reading = self.client.execute(b"HGETALL", self._generations, parse=self._young)
+        reading.add_done_callback(self._read)
+        return reading
+
+    def _read(self, reading: Future[dict[str, int]]) -> None:
+        if not reading.cancelled():
+            self._behind = reading.exception() is not None
 
     def _young(self, reply: Reply) -> dict[str, int]:
         oldest = self._oldest()
@@ -97,6 +109,7 @@ class RedisStore:
             try:
                 await self._listen(tell, known)
             except StoreError as error:
+                self._behind = True
                 log.info("not hearing of purges from Redis at %s: %s", self.client.address, error)
             await asyncio.sleep(0.2)
 
@@ -138,6 +151,7 @@ class RedisStore:
         for scope, generation in found.items():
             if scope and generation >= self._oldest():
                 tell(scope, generation)
+        self._behind = False
         mend = {scope: value for scope, value in found.items() if value < self._oldest()}
         mend |= {scope: value for scope, value in known.items() if value > found.get(scope, 0)}
         if newest > found.get("", 0):

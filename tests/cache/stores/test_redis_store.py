@@ -301,6 +301,54 @@ async def test_purges_that_redis_forgot_are_put_back_by_those_who_heard_them(
     await store.close()
 
 
+async def test_a_purge_made_while_redis_is_away_is_made_up_for(own_redis: RedisServer) -> None:
+    async with guarded(own_redis.url) as guard, watched(guard) as heard:
+        own_redis.kill()
+        assert await guard.bump("model:m1") is None
+        assert await guard.bump("") is None, "an impossible scope is not tried again"
+        own_redis.restart()
+        await until(lambda: [scope for scope, _ in heard] == ["model:m1"], 8)
+        assert own_redis.client().hkeys("wg:gen") == [b"", b"model:m1"]
+        made = heard[0][1]
+        await asyncio.sleep(0.6)
+        assert await guard.generations() == {"model:m1": made}, "and only once"
+
+
+async def test_while_purges_cannot_be_heard_what_redis_holds_is_not_believed() -> None:
+    deaf = True
+
+    def script(command: Command) -> bytes | None:
+        if command[0] == b"SUBSCRIBE":
+            return None if deaf else b"*3\r\n$9\r\nsubscribe\r\n$6\r\nwg:gen\r\n:1\r\n"
+        return {b"GET": b"$1\r\nv\r\n", b"HGET": b":0\r\n", b"HGETALL": b"*0\r\n"}.get(command[0], OK)
+
+    async with fake_redis(script) as fake:
+        store = RedisStore(fake.url, timeout=1)
+        store.client.connect_timeout = 0.05
+        assert await store.get(KEY) == b"v"
+        async with watched(store):
+            await asyncio.sleep(0.1)
+            assert await store.get(KEY) is None
+            deaf = False
+            async with asyncio.timeout(2):
+                while await store.get(KEY) != b"v":
+                    await asyncio.sleep(0.01)
+        await store.close()
+
+
+async def test_unless_the_purges_could_be_read_what_redis_holds_is_not_believed(redis: RedisServer) -> None:
+    store = RedisStore(redis.url, timeout=5)
+    await store.set(KEY, b"v", 60)
+    redis.client().set("wg:gen", "not ours")
+    with pytest.raises(StoreError):
+        await store.generations()
+    assert await store.get(KEY) is None
+    redis.client().delete("wg:gen")
+    await store.generations()
+    assert await store.get(KEY) == b"v"
+    await store.close()
+
+
 async def test_strange_messages_on_the_channel_are_ignored(redis: RedisServer) -> None:
     store = RedisStore(redis.url, timeout=5)
     async with watched(store) as heard:

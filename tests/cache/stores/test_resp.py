@@ -6,9 +6,12 @@ import asyncio
 import gc
 import ssl
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from cache.stores import resp
 from cache.stores.address import Address
@@ -178,6 +181,24 @@ async def test_a_reply_that_comes_too_late_answers_nobody_else() -> None:
         assert await client.execute(b"GET", b"quick") == b"quick"
         assert fake.connections == 1
         await client.close()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_an_answer_that_arrived_while_the_loop_was_held_up_is_not_late(
+    redis: RedisServer, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        client = Client(redis.url, timeout=0.03)
+        await client.open()
+        for _ in range(5):
+            replies = [client.execute(b"ECHO", b"%d" % i) for i in range(3)]
+            await asyncio.sleep(0)
+            time.sleep(0.06)  # noqa: ASYNC251 (that is what holds the loop up)
+            assert await asyncio.gather(*replies) == [b"0", b"1", b"2"]
+        await client.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
 
 
 async def test_a_connection_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
