@@ -23,7 +23,7 @@ from gateway.vitals import Vitals, of_all_workers
 from policies.pricing import PICO
 
 _CIRCUITS = {"closed": 0, "half-open": 1, "open": 2}
-_GROUP = list(GROUP)
+_GROUP: list[str] = list(GROUP)
 _TIMED = ["model", "outcome", "stream"]
 _LE = [*(str(bound) for bound in c.BOUNDS), "+Inf"]
 

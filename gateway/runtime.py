@@ -52,6 +52,7 @@ class Runtime:
         self.generations = Generations()
         self.flights: dict[bytes, CallFlight] = {}
         self.not_stored: Counter[str] = Counter()
+        self.closing = asyncio.Event()  # set when the server begins to drain: streams without an end must end
         self.secret = _secret(config)
         memory = config.cache.memory
         self.memory: MemoryStore[Entry] | None = (

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import socket
+
 import uvicorn
 
 from gateway.app import Gateway
 from gateway.wire import WireProtocol
 
 KEEP_ALIVE_SECONDS = 75
+
+
+class Server(uvicorn.Server):
+    """Lets the gateway know that it is to drain, before it waits for open requests to end."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        app = self.config.app
+        if isinstance(app, Gateway):
+            app.runtime.closing.set()
+        await super().shutdown(sockets)
 
 
 def server_config(app: Gateway, *, port: int = 0, grace: float = 30.0) -> uvicorn.Config:

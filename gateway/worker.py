@@ -19,7 +19,7 @@ import uvloop
 from gateway.app import Gateway, create_app
 from gateway.config import Config
 from gateway.reload import ReloadError, reload
-from gateway.server import server_config
+from gateway.server import Server, server_config
 from gateway.source import Source, adopted
 
 LINE_LIMIT = 64 << 20  # a configuration with very many tenants is still one line
@@ -49,7 +49,7 @@ async def serve(listener: socket.socket, grace: float, source: Source) -> None:
         return config
 
     app = create_app(Config.model_validate_json(line), source=read_again)
-    server = uvicorn.Server(server_config(app, grace=grace))
+    server = Server(server_config(app, grace=grace))
     following = asyncio.create_task(_follow(configs, app, server))
     try:
         await server.serve(sockets=[listener])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.ledger import counters as c
-from gateway.ledger.schema import GROUP, HOUR, MINUTE, ROW
+from gateway.ledger.schema import GROUP, MINUTE, ROW, SPANS
 
 FOREVER = 1 << 40
 _MICRO = 10**6
@@ -85,6 +85,15 @@ def rows(connection: sqlite3.Connection, scope: Scope, limit: int) -> list[dict[
     return [{**dict(zip(ROW, row, strict=True)), "stream": bool(row[ROW.index("stream")])} for row in found]
 
 
+def extent(connection: sqlite3.Connection) -> tuple[int, int] | None:
+    """When the oldest and the newest minute that are kept began (unix seconds)."""
+    found = connection.execute(
+        "SELECT (SELECT min(bucket) FROM rollups WHERE span = ?), (SELECT max(bucket) FROM rollups WHERE span = ?)",
+        (MINUTE, MINUTE),
+    ).fetchone()
+    return found if found[0] is not None else None
+
+
 def names(connection: sqlite3.Connection, part: str, where: dict[str, str]) -> list[str]:
     """All values that a part of the group has had."""
     condition, values = _where(Scope(where=where))
@@ -98,13 +107,20 @@ def vitals(connection: sqlite3.Connection, since: float) -> list[tuple[str, str]
 
 
 def _ranges(scope: Scope, step: int | None) -> tuple[str, list[int]]:
-    """Spans to read: whole hours from the hours, the rest from the minutes."""
+    """Spans to read: the longest that fit, and that a step is a multiple of."""
     first, last = scope.since // MINUTE * MINUTE, -(-scope.until // MINUTE) * MINUTE
-    from_hour, to_hour = -(-first // HOUR) * HOUR, last // HOUR * HOUR
-    if from_hour >= to_hour or (step is not None and step % HOUR):
-        return "(?, ?, ?)", [MINUTE, first, last]
-    spans = [(MINUTE, first, from_hour), (HOUR, from_hour, to_hour), (MINUTE, to_hour, last)]
+    spans = _cover(first, last, [span for span in SPANS if step is None or step % span == 0])
     return ", ".join(["(?, ?, ?)"] * len(spans)), [value for span in spans for value in span]
+
+
+def _cover(first: int, last: int, spans: Sequence[int]) -> list[tuple[int, int, int]]:
+    span, *shorter = spans
+    if not shorter:
+        return [(span, first, last)]
+    begin, end = -(-first // span) * span, last // span * span
+    if begin >= end:
+        return _cover(first, last, shorter)
+    return [*_cover(first, begin, shorter), (span, begin, end), *_cover(end, last, shorter)]
 
 
 def _where(scope: Scope) -> tuple[str, list[str]]:
@@ -135,3 +151,14 @@ def _sum(row: tuple[Any, ...], parts: int) -> Sum:
     }
     counts = [money[index] if index in money else next(plain) for index in range(len(c.COLUMNS))]
     return Sum(tuple(row[1 : 1 + parts]), row[0], counts)
+
+
+def questions(connection: sqlite3.Connection, scope: Scope, limit: int) -> list[dict[str, Any]]:
+    """The commonest prompts among the kept rows; empty unless prompts are stored."""
+    conditions = ["prompt != ''", "ended >= ?", "ended < ?", *(f"{name} = ?" for name in scope.where)]
+    found = connection.execute(
+        f"SELECT prompt, count(*) AS n FROM rows WHERE {' AND '.join(conditions)} GROUP BY prompt ORDER BY n DESC, 1 "
+        "LIMIT ?",
+        (scope.since, scope.until, *scope.where.values(), limit),
+    )
+    return [{"prompt": prompt, "count": count} for prompt, count in found]

@@ -1,7 +1,7 @@
 """The tables of the ledger's file.
 
-``rollups`` holds every group's counters twice, by minute and by hour (``span`` in seconds), so that a month adds up as
-quickly as an hour; ``totals`` holds them since the file was begun, never pruned, for Prometheus.
+``rollups`` holds every group's counters by minute, quarter of an hour and hour (``span`` in seconds), so that a month
+adds up as quickly as an hour; ``totals`` holds them since the file was begun, never pruned, for Prometheus.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from gateway.ledger.counters import COLUMNS
 
 VERSION = 1
 MINUTE, HOUR = 60, 3600
+SPANS = (HOUR, 15 * MINUTE, MINUTE)
+"""Lengths of the buckets that counters are kept in, seconds, each a multiple of the next."""
 GROUP = ("tenant", "model", "endpoint", "upstream", "outcome", "stream")
 """What counters are kept apart by."""
 ROW = (

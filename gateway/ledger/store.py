@@ -18,8 +18,9 @@ from typing import TypeVar
 
 from gateway.ledger import schema
 from gateway.ledger.book import Group, Pages, reports_of
+from gateway.ledger.query import extent
 from gateway.ledger.rows import SAVED
-from gateway.ledger.schema import HOUR, MINUTE
+from gateway.ledger.schema import HOUR, SPANS
 
 T = TypeVar("T")
 
@@ -101,7 +102,7 @@ class Store:
                 (HITS_KEPT,),
             )
             connection.execute("DELETE FROM workers WHERE seen < ? OR seen > ?", (now - HOUR, now + HOUR))
-        while size(connection) > max_bytes and _oldest(connection) is not None:
+        while size(connection) > max_bytes and extent(connection) is not None:
             with _transaction(connection):
                 _forget_oldest(connection)
         connection.execute("PRAGMA incremental_vacuum").fetchall()
@@ -173,16 +174,15 @@ class Store:
 
     def _add(self, connection: sqlite3.Connection, pages: Pages) -> None:
         for minute, groups in pages.minutes.items():
-            hour = minute // HOUR * HOUR
             for group, count in groups.items():
                 number = self._number(connection, group)
-                connection.execute(schema.ADD_ROLLUP, (MINUTE, minute, number, *count))
-                connection.execute(schema.ADD_ROLLUP, (HOUR, hour, number, *count))
+                for span in SPANS:
+                    connection.execute(schema.ADD_ROLLUP, (span, minute // span * span, number, *count))
                 connection.execute(schema.ADD_TOTAL, (number, *count))
         for (minute, group, reason), times in pages.reasons.items():
             number = self._number(connection, group)
-            connection.execute(schema.ADD_REASON, (MINUTE, minute, number, reason, times))
-            connection.execute(schema.ADD_REASON, (HOUR, minute // HOUR * HOUR, number, reason, times))
+            for span in SPANS:
+                connection.execute(schema.ADD_REASON, (span, minute // span * span, number, reason, times))
         connection.executemany(schema.ADD_ROW, reports_of(pages.rows))
 
     def _number(self, connection: sqlite3.Connection, group: Group) -> int:
@@ -248,7 +248,7 @@ def _only_one(lock: Path) -> Iterator[None]:
 
 def _forget(connection: sqlite3.Connection, before: float) -> None:
     for table in ("rollups", "reasons"):
-        for span in (MINUTE, HOUR):
+        for span in SPANS:
             last = int(before // span) * span
             connection.execute(f"DELETE FROM {table} WHERE span = ? AND bucket < ?", (span, last))
     connection.execute("DELETE FROM rows WHERE ended < ?", (before,))
@@ -260,11 +260,6 @@ def _forget_oldest(connection: sqlite3.Connection) -> None:
     if first is not None and last - first > 1000:
         connection.execute("DELETE FROM rows WHERE id < ?", (first + (last - first) // 10,))
         return
-    oldest = _oldest(connection)
-    newest = connection.execute("SELECT max(bucket) FROM rollups WHERE span = ?", (MINUTE,)).fetchone()[0]
-    if oldest is not None:
-        _forget(connection, oldest + max(HOUR, (newest - oldest) // 10))
-
-
-def _oldest(connection: sqlite3.Connection) -> int | None:
-    return connection.execute("SELECT min(bucket) FROM rollups WHERE span = ?", (MINUTE,)).fetchone()[0]
+    kept = extent(connection)
+    if kept is not None:
+        _forget(connection, kept[0] + max(HOUR, (kept[1] - kept[0]) // 10))
