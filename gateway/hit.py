@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cache.response.entry import BadEntry
 from gateway.http import EVENT_STREAM, JSON, NO_BUFFERING, Headers, Response
 from gateway.plan import Plan
 
@@ -43,8 +44,13 @@ def ready(plan: Plan, message: bytes) -> Ready:
 
 
 def segments_for(plan: Plan, message: bytes) -> tuple[bytes, ...]:
-    """The bytes of a message in this caller's form, with gaps for its identity."""
-    rendered = plan.dialect.render(message)
+    """The bytes of a message in this caller's form, with gaps for its identity. Raises `BadEntry` for what another
+    version, or another hand, has put into the store.
+    """
+    try:
+        rendered = plan.dialect.render(message)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise BadEntry("answer") from None
     if not plan.streams:
         return rendered.plain
     return rendered.stream_with_usage if plan.dialect.wants_usage(plan.body) else rendered.stream

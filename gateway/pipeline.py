@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from cache.response.entry import Entry
+from cache.response.entry import BadEntry, Entry
 from cache.response.flights import FellBehind
 from gateway.batch import Batches
 from gateway.clock import Clock
@@ -130,11 +130,14 @@ class Pipeline:
                 expires = 0.0 if runtime.generations.softened(entry.generations, entry.born) else entry.expires
                 age = max(0.0, now - entry.born)
                 state = freshness(age, expires - now, plan.lifetime.while_revalidate, plan.directives)
-                if state != "expired":
+                if state == "expired":
+                    stale, fwd = entry, "stale"
+                else:
                     if state == "revalidate":
                         self._refresh(exchange, plan)
-                    return self._hit(exchange, plan, entry, "exact" if state == "fresh" else "stale", expires)
-                stale, fwd = entry, "stale"
+                    hit = self._hit(exchange, plan, entry, "exact" if state == "fresh" else "stale", expires)
+                    if hit is not None:
+                        return hit
         if plan.directives.only_if_cached:
             row.outcome, row.reason = "miss", "only-if-cached"
             return self._error(
@@ -148,11 +151,17 @@ class Pipeline:
             fwd, row.reason = "bypass", plan.verdict.reason
         return await self._join(exchange, plan, fwd, stale)
 
-    def _hit(self, exchange: Exchange, plan: Plan, entry: Entry, outcome: Outcome, expires: float) -> Response:
+    def _hit(self, exchange: Exchange, plan: Plan, entry: Entry, outcome: Outcome, expires: float) -> Response | None:
+        """None: what is stored cannot be given."""
         row, now = exchange.row, self._runtime.clock.time()
-        row.outcome, row.upstream, row.usage = outcome, entry.upstream, entry.usage
         headers = hit_headers(outcome, max(0.0, now - entry.born), expires - now)
-        return kept_response(plan, entry.message, now, headers)
+        try:
+            response = kept_response(plan, entry.message, now, headers)
+        except BadEntry as error:
+            self._runtime.recall.bad_entries[str(error)] += 1
+            return None
+        row.outcome, row.upstream, row.usage = outcome, entry.upstream, entry.usage
+        return response
 
     async def _join(self, exchange: Exchange, plan: Plan, fwd: str, stale: Entry | None) -> Response:
         """Being answered right now? Then wait with the others; else make the call that others may join."""
@@ -172,9 +181,10 @@ class Pipeline:
             assert response is not None
             return response
         except (UpstreamError, EncodingError):
-            if stale is None or not self._may_serve_after_error(plan, stale):
+            kept = self._after_error(exchange, plan, stale)
+            if kept is None:
                 raise
-            return self._serve_after_error(exchange, plan, stale)
+            return kept
 
     async def _route(self, exchange: Exchange, plan: Plan) -> list[Member]:
         members = await self._runtime.pool.serving(plan.model.target, exchange.request)
@@ -241,8 +251,8 @@ class Pipeline:
             row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
             if head.status >= 400:
                 row.outcome, row.reason = "error", f"status {head.status}"
-            if stale is not None and head.status >= 500 and self._may_serve_after_error(plan, stale):
-                return self._serve_after_error(exchange, plan, stale)
+            if head.status >= 500 and (kept := self._after_error(exchange, plan, stale)) is not None:
+                return kept
             other_form = head.status == 200 and head.stream != plan.streams
             if collapsed and other_form:
                 landed: Landed = await flight.result()
@@ -302,14 +312,12 @@ class Pipeline:
             parts.append(f"detail={_quoted('not stored: ' + landed.reason)}")
         return "; ".join(parts).encode()
 
-    def _may_serve_after_error(self, plan: Plan, stale: Entry) -> bool:
-        """RFC 5861: by the operator's setting or the caller's ``stale-if-error``."""
-        allowed = (
-            plan.directives.stale_if_error if plan.directives.stale_if_error is not None else plan.lifetime.if_error
-        )
-        return self._runtime.clock.time() - stale.expires <= allowed
-
-    def _serve_after_error(self, exchange: Exchange, plan: Plan, stale: Entry) -> Response:
+    def _after_error(self, exchange: Exchange, plan: Plan, stale: Entry | None) -> Response | None:
+        """RFC 5861: the stale entry, where the operator's setting or the caller's ``stale-if-error`` allows it."""
+        asked = plan.directives.stale_if_error
+        allowed = plan.lifetime.if_error if asked is None else asked
+        if stale is None or self._runtime.clock.time() - stale.expires > allowed:
+            return None
         exchange.row.reason = "upstream failed"
         return self._hit(exchange, plan, stale, "stale", stale.expires)
 

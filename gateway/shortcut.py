@@ -9,7 +9,7 @@ from __future__ import annotations
 from asyncio import Future
 from dataclasses import dataclass
 
-from cache.response.entry import Entry
+from cache.response.entry import BadEntry, Entry
 from gateway.dialects import DIALECTS
 from gateway.hit import ready
 from gateway.http import Request
@@ -102,12 +102,12 @@ class Shortcut:
         if entry.expires <= now or runtime.generations.softened(entry.generations, entry.born):
             return None
         try:
+            if slot.ready is None or (slot.message is not entry.message and slot.message != entry.message):
+                slot.ready, slot.message = ready(plan, entry.message), entry.message
             caught.caller.require(plan.model.name)
             runtime.tenants.admit(caught.caller)
-        except Denied:
+        except (BadEntry, Denied):
             return None
-        if slot.ready is None or (slot.message is not entry.message and slot.message != entry.message):
-            slot.ready, slot.message = ready(plan, entry.message), entry.message
         request_id = caught.request_id or unique(32)
         answer = slot.ready.filled(
             plan.dialect.identity(now), entry.expires - now, max(0.0, now - entry.born), request_id

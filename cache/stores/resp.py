@@ -282,7 +282,7 @@ class Client:
             closed = self._connection.closed
             await asyncio.wait([closed])
             self._connection = None
-            log.info("lost Redis at %s: %s", self.address, closed.result())
+            log.debug("lost Redis at %s: %s", self.address, closed.result())
 
     def _fail_early(self, error: StoreError) -> None:
         early, self._early = self._early, []
