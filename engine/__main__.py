@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--kv-events", default="", help="ZMQ endpoint for KV events in vLLM's format (empty: none)")
     top.add_argument("--kv-events-replay", default="", help="ZMQ endpoint to replay KV events from (empty: none)")
+    top.add_argument("--int8-decode", action="store_true", help="decode with int8 weights: faster, a little less exact")
     top.add_argument("--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="never reuse a prefix")
     top.add_argument(
         "--batch-invariant", action="store_true", help="numbers independent of the batch's size; slower when few run"

@@ -1,8 +1,8 @@
 """Runs a scheduler's step on the model: one forward pass per prefill chunk, one for all decodes together.
 
-A chunk has a pass of its own so that its arithmetic never depends on its neighbours in the batch. With
-`batch_invariant` the decode batch is padded to at least `_LEAST_ROWS` rows, below which matrix libraries choose other
-kernels, so that a sequence's numbers do not depend on how many others decode beside it.
+A chunk has a pass of its own so that its arithmetic never depends on its neighbours in the batch. Decode batches of two
+and more are padded to `_LEAST_ROWS` rows, below which matrix libraries choose other (and slower) kernels; with
+`batch_invariant` also a lone row is, so that a sequence's numbers never depend on how many others decode beside it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class Runner:
         return self._model.hidden(ids, positions, _PrefillAttention(self._pool, sequence.blocks, start, end))
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
-        padding = max(0, _LEAST_ROWS - len(sequences)) if self._batch_invariant else 0
+        alone = len(sequences) == 1 and not self._batch_invariant
+        padding = 0 if alone else max(0, _LEAST_ROWS - len(sequences))
         tokens = [s.tokens[s.computed] for s in sequences] + [0] * padding
         ids, positions = self._rows(tokens, [s.computed for s in sequences] + [0] * padding)
-        hidden = self._model.hidden(ids, positions, _DecodeAttention(self._pool, sequences, padding))
-        return self._model.logits(hidden)[: len(sequences)].cpu()
+        hidden = self._model.hidden(ids, positions, _DecodeAttention(self._pool, sequences, padding), decode=True)
+        return self._model.logits(hidden[: len(sequences)], decode=True).cpu()
 
     def _rows(self, tokens: list[int], positions: range | list[int]) -> tuple[Tensor, Tensor]:
         device = self._model.device

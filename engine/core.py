@@ -66,7 +66,9 @@ class EngineCore:
         self.config, self.spec, self.tokenizer = config, files.spec, files.tokenizer
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
-        self.model = Llama(files.spec, files.tensor, device=device, dtype=dtype, progress=progress)
+        self.model = Llama(
+            files.spec, files.tensor, device=device, dtype=dtype, int8_decode=config.int8_decode, progress=progress
+        )
         size = KVPool.block_bytes(files.spec, config.block_size, dtype)
         self.pool = KVPool(
             files.spec,

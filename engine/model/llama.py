@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.model.int8 import Int8Weight, Weight, linear
 from engine.model.spec import ModelSpec
 
 
@@ -33,18 +34,27 @@ class Layer:
     """One block's weights; q, k, v and gate, up are fused so that each is one matrix product."""
 
     attn_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Weight
     ffn_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
+
+    def in_int8(self) -> Layer:
+        """The same layer with its matrices quantised."""
+        matrices = {name: getattr(self, name) for name in ("qkv", "o", "gate_up", "down")}
+        return replace(self, **{name: Int8Weight(matrix) for name, matrix in matrices.items()})
 
 
 class Llama:
-    """Weights on a device. `hidden` runs the layers, `logits` the head; both without gradients."""
+    """Weights on a device. `hidden` runs the layers, `logits` the head; both without gradients.
+
+    With `int8_decode`, passes marked as `decode` use int8 copies of the matrices; prefill never does, so what is kept
+    in the prefix cache does not depend on it.
+    """
 
     def __init__(
         self,
@@ -53,17 +63,22 @@ class Llama:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        int8_decode: bool = False,
         progress: Callable[[int], None] = lambda layer: None,
     ) -> None:
         self.spec, self.device, self.dtype = spec, device, dtype
         self._tensor = tensor
         self.embed = self._get("embed", spec.vocab, spec.hidden)
         self.layers: list[Layer] = []
+        self.decode_layers = [] if int8_decode else self.layers
         for index in range(spec.layers):
             self.layers.append(self._layer(f"layers.{index}."))
+            if int8_decode:
+                self.decode_layers.append(self.layers[-1].in_int8())
             progress(index + 1)
         self.norm = self._get("norm", spec.hidden)
         self.head = self.embed if spec.tied else self._get("head", spec.vocab, spec.hidden)
+        self.decode_head: Weight = Int8Weight(self.head) if int8_decode else self.head
         self._cos, self._sin = rope_tables(spec, spec.context, device)
 
     def _get(self, name: str, *shape: int) -> Tensor:
@@ -89,30 +104,30 @@ class Llama:
         )
 
     @torch.inference_mode()
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, *, decode: bool = False) -> Tensor:
         """Runs all layers. `ids`, `positions`: int64 [rows]. Returns [rows, hidden], before the last norm."""
         spec = self.spec
         q_out, kv_out = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         rows = len(ids)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         x = F.embedding(ids, self.embed)
-        for index, layer in enumerate(self.layers):
-            qkv = F.linear(self._norm(x, layer.attn_norm), layer.qkv, layer.qkv_bias)
+        for index, layer in enumerate(self.decode_layers if decode else self.layers):
+            qkv = linear(self._norm(x, layer.attn_norm), layer.qkv, layer.qkv_bias)
             qk, v = qkv.split([q_out + kv_out, kv_out], dim=-1)
             qk = qk.view(rows, spec.heads + spec.kv_heads, spec.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
                 qk = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=1)
             q, k = rotate(qk, cos, sin).split([spec.heads, spec.kv_heads], dim=1)
-            x = x + F.linear(attend(index, q, k, v.view(rows, spec.kv_heads, spec.head_dim)), layer.o)
-            gate, up = F.linear(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
+            x = x + linear(attend(index, q, k, v.view(rows, spec.kv_heads, spec.head_dim)), layer.o)
+            gate, up = linear(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + linear(F.silu(gate).mul_(up), layer.down)
         return x
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, *, decode: bool = False) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        return F.linear(self._norm(hidden, self.norm), self.head).float()
+        return linear(self._norm(hidden, self.norm), self.decode_head if decode else self.head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype == torch.float32:
