@@ -1,5 +1,7 @@
 """Specification of `policies.reuse`: chances of reuse by age, and the worth that follows from them."""
 
+from itertools import pairwise
+
 import pytest
 
 from policies.reuse import AGE_STARTS, BUCKETS, ReuseCurve
@@ -19,7 +21,7 @@ def learned(*chances: float) -> ReuseCurve:
 
 def test_buckets_of_ages_are_single_epochs_first_and_a_third_of_the_age_later():
     assert AGE_STARTS[:9] == [0, 1, 2, 3, 4, 5, 6, 8, 10]
-    assert all(end - start == max(1, start // 3) for start, end in zip(AGE_STARTS[:-1], AGE_STARTS[1:], strict=True))
+    assert all(end - start == max(1, start // 3) for start, end in pairwise(AGE_STARTS))
 
 
 def test_worth_is_expected_uses_per_epoch_kept():
