@@ -22,7 +22,8 @@ class Int8Weight:
         """[rows, in] → [rows, out] in x's dtype."""
         wide = x.float()
         scale = (wide.abs().amax(dim=-1, keepdim=True) / 127).clamp_(min=1e-12)
-        product = torch._int_mm((wide / scale).round_().to(torch.int8), self._values)
+        rows = (wide / scale).round_().to(torch.int8)
+        product = torch._int_mm(rows, self._values)  # type: ignore[reportPrivateImportUsage]  # the only int8 product
         out = (product * scale).mul_(self._scale).to(x.dtype)
         return out if bias is None else out + bias
 
