@@ -9,6 +9,8 @@ from typing import Any
 
 from cache.stores.base import StoreError
 
+GRACE = 0.005  # seconds; a timer that is later than this shows that the loop was held up
+
 
 class Deadlines:
     """Fails each watched future with StoreError("timeout") unless it is done `seconds` after it was watched.
@@ -22,6 +24,7 @@ class Deadlines:
         self._on_expire = on_expire
         self._queue: deque[tuple[float, Future[Any]]] = deque()
         self._timer: TimerHandle | None = None
+        self._spared = 0.0  # when a grace was last given: those that were due by then have had theirs
         self._loop: AbstractEventLoop | None = None
 
     def watch(self, future: Future[Any]) -> None:
@@ -35,20 +38,22 @@ class Deadlines:
         when = loop.time() + self.seconds
         queue.append((when, future))
         if self._timer is None:
-            self._timer = loop.call_at(when, self._due)
+            self._timer = loop.call_at(when, self._due, when)
 
-    def _due(self) -> None:
-        """Time is up, perhaps only because the loop was held up: let it read what arrived meanwhile, then judge."""
-        assert self._loop is not None
-        self._timer = self._loop.call_later(0.001, self._expire)
-
-    def _expire(self) -> None:
+    def _due(self, when: float) -> None:
+        """The timer set for `when`. A loop that was held up itself first sends and reads what that delayed."""
         assert self._loop is not None
         queue, now = self._queue, self._loop.time()
+        late = now - when > GRACE
         while queue and (queue[0][1].done() or queue[0][0] <= now):
-            future = queue.popleft()[1]
+            due, future = queue[0]
             if not future.done():
+                if late and due > self._spared:
+                    self._spared = now
+                    self._timer = self._loop.call_at(now + GRACE, self._due, now + GRACE)
+                    return
                 future.set_exception(StoreError("timeout", f"no answer within {self.seconds * 1000:g} ms"))
                 if self._on_expire is not None:
                     self._on_expire()
-        self._timer = self._loop.call_at(queue[0][0], self._due) if queue else None
+            queue.popleft()
+        self._timer = self._loop.call_at(queue[0][0], self._due, queue[0][0]) if queue else None
