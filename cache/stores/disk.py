@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cache.stores.base import StoreError, check_key, check_scope, check_ttl
+from cache.stores.environment import SUSPECT
 from cache.stores.lane import Lane, Outcome, attempt
 from cache.stores.table import Table, Write
 
@@ -26,7 +27,16 @@ LINGER = 0.02  # seconds a commit waits for more writes
 SWEEP_EVERY = 30.0  # seconds between sweeps when nothing is written
 POLL = 0.25  # seconds between looks for the bumps of other processes
 MAX_PENDING = 64 << 20  # bytes accepted and not yet committed
-CLOSING = 5.0  # seconds that close() waits for the disk
+PATIENCE = 5.0  # seconds that opening and closing wait for the disk
+
+
+def suspect(path: str | Path) -> None:
+    """Have the next opening begin anew: a process that used the file died of SIGSEGV, SIGBUS or SIGABRT.
+
+    A file damaged inside a page can do that to whoever reads it; begun anew, it does so once.
+    """
+    with contextlib.suppress(OSError):
+        (Path(path).expanduser() / SUSPECT).touch()
 
 
 class _Lookup(NamedTuple):
@@ -66,22 +76,23 @@ class DiskStore:
             "disk cache writes", self._work_writes,
             linger=LINGER, urgent=lambda item: isinstance(item, _Job), idle=SWEEP_EVERY,
         )  # fmt: skip
-        try:
-            await self._in(self._writes, self._ready)
-        except StoreError as error:
-            log.warning("the disk cache is not in use: %s", error)
+        opening = self._in(self._writes, self._ready)
+        await asyncio.wait([opening], timeout=PATIENCE)
+        problem = opening.exception() if opening.done() else f"the disk did not answer within {PATIENCE:g} s"
+        if problem is not None:
+            log.warning("the disk cache is not in use: %s", problem)
 
     async def close(self) -> None:
         lanes = [lane for lane in (self._reads, self._writes) if lane is not None]
         self._reads = self._writes = None
-        end = time.monotonic() + CLOSING
+        end = time.monotonic() + PATIENCE
         for lane in lanes:
             lane.end()
         ended = [await asyncio.to_thread(lane.join, max(0.0, end - time.monotonic())) for lane in lanes]
         if all(ended):
             self._table.close()
         else:
-            log.warning("the disk cache did not finish writing within %g s", CLOSING)
+            log.warning("the disk cache did not finish writing within %g s", PATIENCE)
 
     def get(self, key: bytes) -> Future[bytes | None]:
         reads, _, loop = self._opened()

@@ -24,6 +24,8 @@ from cache.stores.base import Kind, StoreError
 
 log = logging.getLogger(__name__)
 
+SUSPECT = "suspect"  # a file of this name in the folder has the next opening begin anew
+
 _DAMAGED = (
     lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.PanicError,
     lmdb.BadTxnError, lmdb.BadDbiError, lmdb.IncompatibleError, lmdb.PageFullError, lmdb.CursorFullError,
@@ -93,7 +95,11 @@ class Environment:
                 raise StoreError("unavailable", f"{self._path} was replaced")
 
     def _open_trusted(self) -> None:
-        if self._damaged and self._inode_now() == self._inode:
+        suspected = self._home / SUSPECT
+        if suspected.exists():
+            suspected.unlink()
+            self._set_aside("a process that used it crashed")
+        elif self._damaged and self._inode_now() == self._inode:
             self._set_aside("damage met while in use")
         elif self._inode_now() and self._data.stat().st_size > self._max_bytes:
             log.info("the disk cache in %s is larger than now allowed, beginning anew", self._path)
@@ -133,6 +139,8 @@ class Environment:
         self._env = env
 
     def _set_aside(self, reason: object) -> None:
+        if not self._path.exists():
+            return
         aside = self._home / "entries.damaged"
         shutil.rmtree(aside, ignore_errors=True)
         self._path.rename(aside)

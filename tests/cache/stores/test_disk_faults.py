@@ -12,6 +12,7 @@ import pytest
 
 from cache.stores.base import StoreError
 from cache.stores.breaker import Breaker, GuardedStore
+from cache.stores.disk import suspect
 from cache.stores.environment import kind_of
 from cache.stores.table import Table
 from tests.cache.stores.disk_bench import KEY, MIB, OTHER, child, data, finish, opened
@@ -102,6 +103,18 @@ async def test_damage_met_in_use_is_set_aside_without_a_restart(tmp_path: Path) 
         await store.set(KEY, b"v", 600)
         await store.delete(OTHER)
         assert await store.get(KEY) == b"v"
+
+
+async def test_a_file_that_crashed_a_process_is_begun_anew_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.set(KEY, b"v", 600)
+    suspect(tmp_path)
+    async with opened(tmp_path) as store:
+        assert await store.get(KEY) is None
+        await store.set(KEY, b"w", 600)
+    async with opened(tmp_path) as store:
+        assert await store.get(KEY) == b"w"
+    suspect(tmp_path / "nowhere")
 
 
 async def test_a_file_that_another_process_replaced_is_followed(tmp_path: Path) -> None:

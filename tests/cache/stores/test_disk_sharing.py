@@ -9,6 +9,9 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from cache.stores import disk
 from cache.stores.breaker import Breaker, GuardedStore
 from tests.cache.stores.disk_bench import KEY, MIB, OTHER, child, finish, opened
 
@@ -133,3 +136,32 @@ async def test_a_process_frozen_while_writing_stops_writes_and_no_hit(tmp_path: 
         holder.kill()
         holder.communicate()
         assert await store.bump("all") > 0, "the lock of a dead process is free"
+
+
+FROZEN_OPENING = """
+import fcntl
+lock = (pathlib.Path(sys.argv[1]) / "open.lock").open("w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("holding", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_process_frozen_while_opening_does_not_stop_another_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk, "PATIENCE", 0.1)
+    holder = child(FROZEN_OPENING, tmp_path)
+    assert holder.stdout is not None
+    await asyncio.to_thread(holder.stdout.readline)
+    async with opened(tmp_path) as store:
+        assert "did not answer" in caplog.text
+        guard = GuardedStore(store, Breaker(deadline=0.05))
+        assert await guard.get(KEY) is None
+        holder.kill()
+        holder.communicate()
+        async with asyncio.timeout(5):
+            while not await guard.delete(OTHER):
+                await asyncio.sleep(0.01)
+        await guard.set(KEY, b"v", 60)
+        assert await guard.get(KEY) == b"v"

@@ -154,7 +154,7 @@ async def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_memory(
     for name in ("read", "write"):
         real = getattr(Table, name)
         monkeypatch.setattr(Table, name, lambda self, items, real=real: (release.wait(10), real(self, items))[1])
-    monkeypatch.setattr(disk, "CLOSING", 0.1)
+    monkeypatch.setattr(disk, "PATIENCE", 0.1)
     async with opened(tmp_path, 16 * MIB) as store:
         guard = GuardedStore(store, Breaker(deadline=0.02, failures=3))
         started = time.perf_counter()
