@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
-import orjson
 import pytest
-from pydantic import BaseModel
 
 from gateway.dialects import DIALECTS
-from loadtest.stub_upstream import Call, Reply, StubUpstream, error, events, json_body
-from tests.gateway.dialects.reading import stream_of
-from tests.harness import Running, running_gateway, upstream
+from loadtest.stub_upstream import Call, Reply, error, json_body
+from tests.gateway.dialects.clients import (
+    JSON_TEXT,
+    Weather,
+    anthropic_client,
+    async_anthropic_client,
+    gateway_before,
+    said_only,
+    shown,
+    speaks,
+)
+from tests.harness import Running
 
 MESSAGES = DIALECTS["/v1/messages"]
-JSON_TEXT = '{"city": "Paris", "celsius": 21}'
 CITATION = {
     "type": "char_location",
     "cited_text": "x",
@@ -27,11 +31,6 @@ CITATION = {
     "start_char_index": 0,
     "end_char_index": 1,
 }
-
-
-class Weather(BaseModel):
-    city: str
-    celsius: int
 
 
 def message(*content: dict[str, Any], stop: str = "end_turn") -> dict[str, Any]:
@@ -68,61 +67,19 @@ BODY: dict[str, Any] = {
 }
 
 
-def speaks(whole: dict[str, Any]) -> Callable[[Call], Reply]:
-    """An upstream that always gives this message, in the form that is asked for."""
-
-    def reply(call: Call) -> Reply:
-        if not call.json.get("stream"):
-            return json_body({"id": f"msg_upstream_{call.number}", **whole})
-        return events(*(part + b"\n\n" for part in stream_of(MESSAGES, whole).split(b"\n\n")[:-1]))
-
-    return reply
-
-
-@asynccontextmanager
-async def gateway_before(script: Callable[[Call], Reply] | None = None) -> AsyncIterator[tuple[StubUpstream, Running]]:
-    async with StubUpstream() as u:
-        if script is not None:
-            u.always(script)
-        config = {"upstreams": [upstream(u.url, models=["m1"], api="anthropic")]}
-        async with running_gateway(config) as gateway:
-            yield u, gateway
-
-
-def client(gateway: Running) -> anthropic.Anthropic:
-    http = anthropic.DefaultHttpxClient(verify=False)
-    return anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, http_client=http)
-
-
-def async_client(gateway: Running) -> anthropic.AsyncAnthropic:
-    http = anthropic.DefaultAsyncHttpxClient(verify=False)
-    return anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0, http_client=http)
-
-
-def shown(answer: BaseModel) -> Any:
-    return said_only(orjson.loads(answer.model_dump_json(exclude={"id"})))
-
-
-def said_only(value: Any) -> Any:
-    """A message without nulls, and without what the client adds of its own."""
-    if isinstance(value, dict):
-        return {k: said_only(v) for k, v in value.items() if k != "parsed_output" and v is not None}
-    return [said_only(item) for item in value] if isinstance(value, list) else value
-
-
 async def async_plain(gateway: Running) -> Any:
-    async with async_client(gateway) as c:
+    async with async_anthropic_client(gateway) as c:
         return shown(await c.messages.create(**BODY))
 
 
 async def async_stream(gateway: Running) -> Any:
-    async with async_client(gateway) as c, c.messages.stream(**BODY) as stream:
+    async with async_anthropic_client(gateway) as c, c.messages.stream(**BODY) as stream:
         return shown(await stream.get_final_message())
 
 
 async def sync_plain(gateway: Running) -> Any:
     def read() -> Any:
-        with client(gateway) as c:
+        with anthropic_client(gateway) as c:
             return shown(c.messages.create(**BODY))
 
     return await asyncio.to_thread(read)
@@ -130,7 +87,7 @@ async def sync_plain(gateway: Running) -> Any:
 
 async def sync_stream(gateway: Running) -> Any:
     def read() -> Any:
-        with client(gateway) as c, c.messages.stream(**BODY) as stream:
+        with anthropic_client(gateway) as c, c.messages.stream(**BODY) as stream:
             return shown(stream.get_final_message())
 
     return await asyncio.to_thread(read)
@@ -149,7 +106,7 @@ READERS: dict[str, Any] = {
 async def test_messages_are_read_alike_by_every_reader_whoever_was_first(case: str, first: str) -> None:  # O-24, O-28
     whole = CASES[case]
     order = [first, *(name for name in READERS if name != first)]
-    async with gateway_before(speaks(whole)) as (u, gateway):
+    async with gateway_before(speaks(MESSAGES, whole)) as (u, gateway):
         read = [await READERS[name](gateway) for name in order]
         assert u.n == 1
     assert read == [said_only(whole)] * 4
@@ -158,8 +115,8 @@ async def test_messages_are_read_alike_by_every_reader_whoever_was_first(case: s
 async def test_streamed_text_comes_in_pieces_and_ids_are_fresh() -> None:
     text = "one two three four five six seven eight nine ten eleven twelve"
     async with (
-        gateway_before(speaks(message({"type": "text", "text": text}))) as (u, gateway),
-        async_client(gateway) as c,
+        gateway_before(speaks(MESSAGES, message({"type": "text", "text": text}))) as (u, gateway),
+        async_anthropic_client(gateway) as c,
     ):
         ids = set()
         for _ in range(3):
@@ -171,7 +128,7 @@ async def test_streamed_text_comes_in_pieces_and_ids_are_fresh() -> None:
 
 
 async def test_structured_output_is_parsed_from_misses_and_hits() -> None:
-    async with gateway_before(speaks(CASES["json"])) as (u, gateway), async_client(gateway) as c:
+    async with gateway_before(speaks(MESSAGES, CASES["json"])) as (u, gateway), async_anthropic_client(gateway) as c:
         for _ in range(2):
             answer = await c.messages.parse(**BODY, output_format=Weather)
             assert answer.parsed_output == Weather(city="Paris", celsius=21)
@@ -179,7 +136,7 @@ async def test_structured_output_is_parsed_from_misses_and_hits() -> None:
 
 
 async def test_versions_and_betas_reach_the_upstream_and_part_the_answers() -> None:  # O-52
-    async with gateway_before() as (u, gateway), async_client(gateway) as c:
+    async with gateway_before(api="anthropic") as (u, gateway), async_anthropic_client(gateway) as c:
         heads = [{"anthropic-beta": "a"}, {"anthropic-beta": "b"}, {}, {"anthropic-version": "2099-01-01"}]
         for _ in range(2):
             for number, headers in enumerate(heads, 1):
@@ -193,7 +150,7 @@ async def test_versions_and_betas_reach_the_upstream_and_part_the_answers() -> N
 
 async def test_a_query_goes_upstream_and_into_the_key() -> None:
     body = {"model": "m1", "max_tokens": 5, "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
-    async with gateway_before() as (u, gateway):
+    async with gateway_before(api="anthropic") as (u, gateway):
         for query in ("?beta=true", "", "?beta=true", ""):
             await gateway.client.post(f"/v1/messages{query}", json=body)
         assert [call.target for call in u.calls] == ["/v1/messages?beta=true", "/v1/messages"]
@@ -204,7 +161,7 @@ async def test_cache_marks_reach_the_upstream_byte_for_byte() -> None:
         b'{"model": "m1", "max_tokens":5,\n "temperature": 0.0, "system": [{"type":"text", "text":"Be brief.", '
         b'"cache_control": {"type":"ephemeral"}}], "messages":[{"role":"user","content":"Hi"}]}'
     )
-    async with gateway_before() as (u, gateway):
+    async with gateway_before(api="anthropic") as (u, gateway):
         for _ in range(2):
             await gateway.client.post("/v1/messages", content=body, headers={"content-type": "application/json"})
         assert [call.body for call in u.calls] == [body]
@@ -214,7 +171,7 @@ async def test_a_refusal_is_asked_for_again() -> None:  # O-16
     replies = [message({"type": "text", "text": "No."}, stop="refusal"), CASES["text"]]
 
     def script(call: Call) -> Reply:
-        return speaks(replies[min(call.number, 2) - 1])(call)
+        return speaks(MESSAGES, replies[min(call.number, 2) - 1])(call)
 
     async with gateway_before(script) as (u, gateway):
         stops = [(await READERS[name](gateway))["stop_reason"] for name in READERS]
@@ -224,9 +181,9 @@ async def test_a_refusal_is_asked_for_again() -> None:  # O-16
 
 async def test_a_stream_that_breaks_raises_in_the_client() -> None:  # O-27
     def broken(call: Call) -> Reply:
-        return speaks(CASES["text"])(call).cut(after=4, then="close")
+        return speaks(MESSAGES, CASES["text"])(call).cut(after=4, then="close")
 
-    async with gateway_before(broken) as (u, gateway), async_client(gateway) as c:
+    async with gateway_before(broken) as (u, gateway), async_anthropic_client(gateway) as c:
         for _ in range(2):
             with pytest.raises(anthropic.APIError, match="mid-stream"):
                 async with c.messages.stream(**BODY) as stream:
@@ -235,7 +192,7 @@ async def test_a_stream_that_breaks_raises_in_the_client() -> None:  # O-27
 
 
 async def test_errors_of_the_gateway_and_of_the_upstream_have_anthropics_form() -> None:
-    async with gateway_before() as (u, gateway), async_client(gateway) as c:
+    async with gateway_before(api="anthropic") as (u, gateway), async_anthropic_client(gateway) as c:
         with pytest.raises(anthropic.NotFoundError) as raised:
             await c.messages.create(**{**BODY, "model": "unknown"})
         body: Any = raised.value.body
@@ -249,7 +206,7 @@ async def test_errors_of_the_gateway_and_of_the_upstream_have_anthropics_form() 
 
 async def test_token_counts_are_asked_for_once() -> None:
     async with gateway_before(lambda call: json_body({"input_tokens": 13 + call.number})) as (u, gateway):
-        async with async_client(gateway) as c:
+        async with async_anthropic_client(gateway) as c:
             for _ in range(2):
                 counted = await c.messages.count_tokens(model="m1", messages=[{"role": "user", "content": "Hi"}])
                 assert counted.input_tokens == 14

@@ -122,6 +122,22 @@ def test_a_replay_comes_in_pieces_with_one_role_one_end_and_one_done() -> None: 
     assert len({(event["id"], event["created"]) for event in data_of(replayed)}) == 1
 
 
+def test_a_second_done_is_not_passed_on() -> None:
+    raw = stream({"content": "a"})
+    answer, asked, _ = collect(CHAT, raw + DONE)
+    assert asked == raw and answer.message is not None
+
+
+def test_a_replay_gives_vendor_fields_once_and_log_probabilities_with_their_text() -> None:
+    found = {"content": [{"token": "a"}], "refusal": None}
+    text = "a text that would otherwise come in several pieces"
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": found, "finish_reason": "stop"}
+    events = data_of(stream_of(CHAT, {"object": "x", "model": "m", "x_vendor": 1, "choices": [choice, choice]}))
+    assert [event["x_vendor"] for event in events if "x_vendor" in event] == [1]
+    logged = [part for event in events for part in event["choices"] if part["logprobs"]]
+    assert [(part["delta"], part["logprobs"]) for part in logged] == [({"content": text}, found)] * 2
+
+
 @pytest.mark.parametrize(
     "usage_at",
     [

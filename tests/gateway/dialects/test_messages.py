@@ -126,6 +126,8 @@ def test_usage_over_two_events_is_counted_once(repeated: dict[str, int]) -> None
     assert [event.name for event in events_of(replayed)] == kinds
     assert [event["type"] for event in data_of(replayed)] == kinds
     assert collect(MESSAGES, replayed)[0].usage == answer.usage
+    begun = data_of(replayed)[0]["message"]
+    assert (begun["stop_reason"], begun["content"], begun["usage"]["output_tokens"]) == (None, [], 0)
     assert plain_of(MESSAGES, message)["usage"] == message["usage"]
 
 
