@@ -15,6 +15,8 @@ from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
 
 Vitals = dict[str, Any]
+FORM = 1
+"""Raised whenever the words change, since workers of two versions may share a ledger for a while."""
 
 
 def vitals(runtime: Runtime) -> Vitals:
@@ -22,6 +24,7 @@ def vitals(runtime: Runtime) -> Vitals:
     memory, shared = runtime.memory, runtime.shared
     settings = runtime.config.cache.memory
     return {
+        "form": FORM,
         "flights": len(runtime.flights),
         "memory": None
         if memory is None or settings is None
@@ -60,5 +63,6 @@ async def of_all_workers(runtime: Runtime) -> dict[str, Vitals]:
 
 
 def unpacked(found: Iterable[tuple[str, str]]) -> dict[str, Vitals]:
-    """Vitals as they were kept."""
-    return {worker: orjson.loads(text) for worker, text in found}
+    """Vitals as they were kept; a worker of another version speaks another form, and is left out."""
+    told = {worker: orjson.loads(text) for worker, text in found}
+    return {worker: words for worker, words in told.items() if words.get("form") == FORM}

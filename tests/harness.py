@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.app import Gateway, create_app
 from gateway.clock import Clock
 from gateway.config import Config
 from gateway.reload import Source
-from gateway.server import server_config
+from gateway.server import Server, server_config
 from gateway.wire import WireProtocol
 
 
@@ -81,7 +80,7 @@ async def serving(app: Gateway, *, short_path: bool = True) -> AsyncIterator[str
     config = server_config(app, grace=2)
     if not short_path:
         config.http = FullPath
-    server = uvicorn.Server(config)
+    server = Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
         if task.done():

@@ -14,7 +14,7 @@ export class Chart {
     this.box = h("div", { className: "plot", tabIndex: 0, role: "img", on: { keydown: (event) => this.move(event) } });
     this.tip = h("div", { className: "tip", hidden: true });
     this.keys = h("div", { className: "legend", role: "group", "aria-label": "Series" });
-    this.table = h("div", { className: "scroll as-table", tabIndex: 0, role: "region", hidden: true, "aria-label": `${this.title}, as a table` });
+    this.table = h("div", { className: "scroll as-table", tabIndex: 0, role: "group", hidden: true, "aria-label": `${this.title}, as a table` });
     this.asTable = h("button", { type: "button", className: "quiet", "aria-pressed": "false", on: { click: () => this.toggleTable() } }, "Table");
     card.querySelector("header").append(h("span", { className: "acts" }, this.asTable));
     card.append(this.box, this.table, this.keys);
