@@ -26,16 +26,19 @@ class Directives:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long an answer is fresh, and how long it may serve after that, while renewed or when the upstream fails."""
+    """How long an answer is fresh, and how long it may serve after that: while it is renewed, when the upstream fails, or
+    because a caller accepts it stale (``on_request``).
+    """
 
     ttl: float
     while_revalidate: float = 0.0
     if_error: float = 0.0
+    on_request: float = 0.0
 
     @property
     def kept(self) -> float:
         """Seconds from birth after which no rule could serve it."""
-        return self.ttl + max(self.while_revalidate, self.if_error)
+        return self.ttl + max(self.while_revalidate, self.if_error, self.on_request)
 
 
 def parse_cache_control(value: str) -> Directives:
@@ -68,13 +71,22 @@ def parse_cache_control(value: str) -> Directives:
 def freshness(age: float, expires_in: float, while_revalidate: float, directives: Directives) -> Freshness:
     """Whether an answer of this ``age`` may be served to a request with these ``directives``.
 
-    ``fresh``: as it is; ``stale``: the caller accepts it so (``max-stale``); ``revalidate``: at once, while it is
-    renewed behind (RFC 5861, ``while_revalidate`` seconds after it expired); ``expired``: only if the upstream fails.
+    ``fresh``: as it is; ``revalidate``: at once, while it is renewed behind (RFC 5861, ``while_revalidate`` seconds after
+    it expired); ``stale``: the caller accepts it so (``max-stale``); ``expired``: only if the upstream fails.
     """
     if directives.max_age is not None and age > directives.max_age:
         return "expired"
     if expires_in > 0:
         return "fresh"
-    if directives.max_stale is not None and -expires_in <= directives.max_stale:
-        return "stale"
-    return "revalidate" if -expires_in < while_revalidate else "expired"
+    if -expires_in < while_revalidate:
+        return "revalidate"
+    return "stale" if directives.max_stale is not None and -expires_in <= directives.max_stale else "expired"
+
+
+def serves_after_error(age: float, expires_in: float, if_error: float, directives: Directives) -> bool:
+    """Whether an ``expired`` answer may serve when the upstream fails (RFC 5861): as long past what the caller accepts
+    as it says itself, else as the operator says (``if_error``).
+    """
+    allowed = if_error if directives.stale_if_error is None else directives.stale_if_error
+    over_age = age - directives.max_age if directives.max_age is not None else -math.inf
+    return 0 < allowed >= max(-expires_in, over_age)

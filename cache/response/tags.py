@@ -2,8 +2,9 @@
 
 Scopes are ``all``, ``tenant:T``, ``model:M``, ``namespace:T/N``, ``tag:X`` and ``key:HEX``. Hard generations are
 compared for equality, so an entry written under a generation that this process has not heard of yet is dead, never
-alive by mistake. A soft purge is a moment in unix milliseconds (scope ``~…``): entries born before it are stale.
-``before@MS`` ends all that was born before a moment.
+alive by mistake. Soft generations (scope ``~…``) make older entries stale from the moment of the purge on; they are
+compared, not timed, so that clocks of several machines need not agree. ``before@MS`` ends, and ``~before@MS`` makes
+stale, all that was born before a moment in unix milliseconds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 EVERYTHING = "all"
 _BEFORE = "before@"
+_SOFT = "~"
 
 
 def scopes_of(*, key: bytes, tenant: str, namespace: str, model: str, tags: Iterable[str]) -> tuple[str, ...]:
@@ -27,41 +29,58 @@ def before(moment: float) -> str:
 
 def soft(scope: str) -> str:
     """The name under which a soft purge of ``scope`` is kept."""
-    return f"~{scope}"
+    return _SOFT + scope
 
 
 class Generations:
     """The generations this process knows of; a scope never purged is at 0."""
 
     def __init__(self) -> None:
-        self._current: dict[str, int] = {}
+        self._hard: dict[str, int] = {}
+        self._soft: dict[str, int] = {}
         self._dead_before = 0.0  # unix milliseconds
         self._stale_before = 0.0
+        self._stale_since = 0.0  # when that was decided
 
     def learn(self, scope: str, generation: int) -> None:
         """Takes note of a purge, whether made here or heard of; generations never go back."""
-        hard, softly = scope.startswith(_BEFORE), scope.startswith(soft(_BEFORE))
-        if hard:
-            self._dead_before = max(self._dead_before, float(scope.removeprefix(_BEFORE)))
-        elif softly:
-            self._stale_before = max(self._stale_before, float(scope.removeprefix(soft(_BEFORE))))
-        else:
-            self._current[scope] = max(generation, self._current.get(scope, 0))
+        kind = self._soft if scope.startswith(_SOFT) else self._hard
+        name = scope.removeprefix(_SOFT)
+        if not name.startswith(_BEFORE):
+            kind[name] = max(generation, kind.get(name, 0))
+            return
+        moment = float(name.removeprefix(_BEFORE))
+        if kind is self._hard:
+            self._dead_before = max(self._dead_before, moment)
+        elif moment > self._stale_before:
+            self._stale_before, self._stale_since = moment, generation
+
+    def purge(self, scope: str, now: float) -> None:
+        """Makes a purge that no store has numbered. ``now``: unix seconds."""
+        kind = self._soft if scope.startswith(_SOFT) else self._hard
+        self.learn(scope, max(int(now * 1000), kind.get(scope.removeprefix(_SOFT), 0) + 1))
 
     def stamp(self, scopes: Iterable[str]) -> dict[str, int]:
-        """The present generation of each scope, for an entry about to be made."""
-        return {scope: self._current.get(scope, 0) for scope in scopes}
+        """The present generation of each scope, for an entry about to be made; soft ones only where there are any."""
+        scopes = tuple(scopes)
+        stamped = {scope: self._hard.get(scope, 0) for scope in scopes}
+        return stamped | {soft(scope): self._soft[scope] for scope in scopes if scope in self._soft}
 
     def alive(self, stamped: Mapping[str, int], born: float) -> bool:
         """Whether nothing has been purged under the entry, ``born`` at a unix time in seconds, since it was stamped."""
-        current = self._current
+        hard = self._hard
         if born * 1000 < self._dead_before:
             return False
-        return not current or all(current.get(scope, 0) == generation for scope, generation in stamped.items())
+        return not hard or all(
+            hard.get(scope, 0) == generation or scope.startswith(_SOFT) for scope, generation in stamped.items()
+        )
 
-    def softened(self, stamped: Mapping[str, int], born: float) -> bool:
-        """Whether a soft purge has made the entry stale."""
-        current, moment = self._current, born * 1000
-        if moment < self._stale_before:
-            return True
-        return bool(current) and any(moment <= current.get(soft(scope), 0) for scope in stamped)
+    def fresh_until(self, stamped: Mapping[str, int], born: float, expires: float) -> float:
+        """When the entry stops being fresh (unix seconds): as it ``expires``, or since a soft purge before that."""
+        if born * 1000 < self._stale_before:
+            expires = min(expires, self._stale_since / 1000)
+        for scope in stamped if self._soft else ():
+            generation = self._soft.get(scope, 0)
+            if generation > stamped.get(soft(scope), 0):
+                expires = min(expires, generation / 1000)
+        return expires

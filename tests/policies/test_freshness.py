@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from policies.freshness import Directives, Lifetime, freshness, parse_cache_control
+from policies.freshness import Directives, Lifetime, freshness, parse_cache_control, serves_after_error
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,7 @@ def test_parsing(text: str, expected: Directives) -> None:
         (12, -2, 0, Directives(max_stale=1), "expired"),
         (99, -90, 0, Directives(max_stale=math.inf), "stale"),
         (99, -90, 0, Directives(max_stale=math.inf, max_age=50), "expired"),
+        (11, -1, 5, Directives(max_stale=9), "revalidate"),
     ],
 )
 def test_states(age: float, expires_in: float, window: float, directives: Directives, expected: str) -> None:
@@ -49,4 +50,24 @@ def test_states(age: float, expires_in: float, window: float, directives: Direct
 
 def test_an_answer_is_kept_as_long_as_any_rule_could_serve_it() -> None:
     assert Lifetime(10, 5, 60).kept == 70
+    assert Lifetime(10, 5, 6, on_request=7).kept == 17
     assert Lifetime(10).kept == 10
+
+
+@pytest.mark.parametrize(
+    ("age", "expires_in", "if_error", "directives", "expected"),
+    [
+        (70, -10, 10, Directives(), True),
+        (71, -11, 10, Directives(), False),
+        (60, 0, 0, Directives(), False),
+        (70, -10, 0, Directives(stale_if_error=10), True),
+        (70, -10, 99, Directives(stale_if_error=0), False),
+        (20, 40, 0, Directives(max_age=10), False),
+        (20, 40, 10, Directives(max_age=10), True),
+        (21, 39, 0, Directives(max_age=10, stale_if_error=10), False),
+    ],
+)
+def test_when_the_upstream_fails(
+    age: float, expires_in: float, if_error: float, directives: Directives, expected: bool
+) -> None:
+    assert serves_after_error(age, expires_in, if_error, directives) == expected

@@ -58,21 +58,40 @@ def test_generations_never_go_back() -> None:
     assert generations.alive(stamped, 100)
 
 
-def test_a_soft_purge_makes_older_entries_stale_and_leaves_newer_ones() -> None:
+def test_a_soft_purge_makes_older_entries_stale_from_its_moment_on_and_leaves_newer_ones() -> None:
     generations = Generations()
     stamped = generations.stamp(SCOPES)
     generations.learn(soft("tag:a"), 100_000)
-    assert generations.softened(stamped, 99.9)
-    assert not generations.softened(stamped, 100.1)
-    assert generations.alive(stamped, 99.9)
+    assert generations.fresh_until(stamped, 90, expires=200) == 100
+    assert generations.fresh_until(stamped, 90, expires=95) == 95, "what had expired before expired then"
+    assert generations.fresh_until(generations.stamp(SCOPES), 100, expires=200) == 200
+    assert generations.alive(stamped, 90)
+
+
+def test_a_second_soft_purge_reaches_what_was_made_after_the_first() -> None:
+    generations = Generations()
+    generations.learn(soft("tag:a"), 100_000)
+    stamped = generations.stamp(SCOPES)
+    generations.learn(soft("model:m1"), 100_001)
+    assert generations.fresh_until(stamped, 100, expires=200) == 100.001
+    assert generations.alive(stamped, 100)
+
+
+def test_purges_that_no_store_numbers_never_share_a_generation() -> None:
+    """Two purges in one millisecond, and an answer made between them."""
+    generations = Generations()
+    generations.purge("tag:a", now=100)
+    stamped = generations.stamp(SCOPES)
+    generations.purge("tag:a", now=100)
+    assert not generations.alive(stamped, 100)
 
 
 def test_before_ends_or_softens_all_that_is_older_than_a_moment() -> None:
     generations = Generations()
     stamped = generations.stamp(SCOPES)
-    generations.learn(soft(before(60)), 1)
-    generations.learn(before(50), 1)
+    generations.learn(soft(before(60)), 70_000)
+    generations.learn(before(50), 70_000)
     assert not generations.alive(stamped, 49)
     assert generations.alive(stamped, 51)
-    assert generations.softened(stamped, 51)
-    assert not generations.softened(stamped, 61)
+    assert generations.fresh_until(stamped, 51, expires=200) == 70
+    assert generations.fresh_until(stamped, 61, expires=200) == 200
