@@ -16,7 +16,7 @@ from gateway.dialects.embeddings import Embeddings
 from gateway.dialects.openai import error_body
 from gateway.encoding import EncodingError
 from gateway.hit import hit_headers, kept_response
-from gateway.http import JSON, NO_BUFFERING, Headers, Request, Response
+from gateway.http import JSON, NO_BUFFERING, Headers, Request, Response, begun
 from gateway.ids import accepted, unique
 from gateway.ledger import SAVED, Outcome, Row
 from gateway.passthrough import list_models, pass_through
@@ -42,6 +42,7 @@ class Exchange:
             at=clock.time(), endpoint=self.dialect.path if self.dialect else "other", request_id=self.request_id
         )
         self.began = clock.monotonic()
+        self.complete = False  # a streamed answer has been handed over to its end
 
     def error(self, status: int, message: str, code: str | None = None) -> bytes:
         """An error body in the form of the API that was asked."""
@@ -80,7 +81,7 @@ class Pipeline:
         if isinstance(response.body, bytes):
             self._close(exchange, response.status)
         else:
-            response.body = self._until_end(exchange, response.status, response.body)
+            response.body = await begun(self._until_end(exchange, response.status, response.body))
         response.headers.append((b"x-request-id", exchange.request_id.encode()))
         return response
 
@@ -255,6 +256,8 @@ class Pipeline:
                 return kept
             other_form = head.status == 200 and head.stream != plan.streams
             if collapsed and other_form:
+                async for _ in flight.pieces(token):  # whoever takes no pieces would hold the call up if left alone
+                    pass
                 landed: Landed = await flight.result()
                 if landed.answer.message is None or landed.answer.outcome.fault:
                     return None
@@ -271,8 +274,11 @@ class Pipeline:
             headers.append((b"cache-status", self._status(plan, fwd, None, collapsed=collapsed)))
             if head.stream:
                 headers += NO_BUFFERING
+            body = await begun(self._pieces(exchange, plan, flight, token))
             handed_over = True
-            return Response(head.status, headers, self._pieces(exchange, plan, flight, token))
+            return Response(head.status, headers, body)
+        except FellBehind:
+            return None
         finally:
             if not handed_over:
                 flight.leave(token)
@@ -283,21 +289,29 @@ class Pipeline:
         row, clock = exchange.row, self._runtime.clock
         asked = plan.dialect.wants_usage(plan.body)
         try:
+            yield b""
             async for piece in flight.pieces(token):
+                if piece.last:
+                    self._landed(exchange, await flight.result())
                 data = piece.asked if asked else piece.unasked
                 if data:
                     if row.ttft is None:
                         row.ttft = clock.monotonic() - exchange.began
                     yield data
-            landed = await flight.result()
-            row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason or row.reason
-            if landed.failure:
-                row.outcome = "error"
+            self._landed(exchange, await flight.result())
         except FellBehind:
             row.outcome, row.reason = "error", "reader too slow"
             yield plan.dialect.error_event("This reader fell too far behind the stream it had joined.", "too_slow")
         finally:
             flight.leave(token)
+
+    @staticmethod
+    def _landed(exchange: Exchange, landed: Landed) -> None:
+        """The caller has, or is about to have, all there is."""
+        exchange.complete, row = True, exchange.row
+        row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason or row.reason
+        if landed.failure:
+            row.outcome = "error"
 
     def _status(self, plan: Plan, fwd: str, landed: Landed | None, *, collapsed: bool) -> bytes:
         """RFC 9211: how the request was handled by the response cache."""
@@ -338,6 +352,7 @@ class Pipeline:
         row = exchange.row
         ended = 499  # the caller left, unless it turns out otherwise
         try:
+            yield b""
             async for chunk in body:
                 yield chunk
             ended = status
@@ -346,7 +361,9 @@ class Pipeline:
             raise
         finally:
             await body.aclose()
-            if ended == 499:
+            if ended == 499 and exchange.complete:
+                ended = status
+            elif ended == 499:
                 row.outcome, row.reason = "error", row.reason or "caller left"
             self._close(exchange, ended)
 

@@ -6,10 +6,12 @@ it learnt.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from cache.response.entry import Entry
 from cache.response.flights import Flight
@@ -17,7 +19,7 @@ from cache.response.keep import Keeper
 from cache.response.tags import Generations
 from gateway.clock import Clock
 from gateway.config import Cache
-from gateway.dialects.base import Answer, BrokenStream, Collector, Piece
+from gateway.dialects.base import Answer, BrokenStream, Piece
 from gateway.encoding import Decoder, EncodingError, UnknownCoding, decoder
 from gateway.http import Headers, Request
 from gateway.ledger import Call
@@ -33,6 +35,8 @@ WINDOW = 256 * 1024
 """Bytes that an upstream may run ahead of the fastest reader."""
 BOUND = 8 * 1024 * 1024
 """Bytes that one flight holds for late joiners and slow readers."""
+RUN_OUT = 1.0
+"""Seconds that an upstream has to end its response once its stream has ended."""
 RETRY_ELSEWHERE = frozenset((502, 503, 504, 529))
 """Statuses by which an upstream says that another may do better."""
 UNUSED = {"prompt": 0, "output": 0, "cached": 0}
@@ -70,6 +74,8 @@ class _Spending:
 
 
 CallFlight = Flight[Head, Piece, Landed]
+Keep = Callable[[Landed], Landed]
+"""Stores what may be stored, and says so."""
 
 
 def new_flight() -> CallFlight:
@@ -128,9 +134,10 @@ class Relay:
                 if response.status in RETRY_ELSEWHERE and not last:
                     response.close()
                     continue
-                landed = await self._read(plan, member, response, flight)
+                keep = partial(self._keep, plan, born, stamped)
+                landed = await self._read(plan, member, response, flight, keep)
                 call.usage = call.usage or landed.answer.usage
-            return self._keep(plan, landed, born, stamped)
+            return landed
         raise UpstreamError("connect", "no upstream serves this model", sent=False)
 
     @contextmanager
@@ -149,7 +156,9 @@ class Relay:
         body = self._planner.salted(plan) if member.config.cache_salt else plan.outgoing
         return await member.send("POST", plan.dialect.path, request.query, headers, body)
 
-    async def _read(self, plan: Plan, member: Member, response: UpstreamResponse, flight: CallFlight) -> Landed:
+    async def _read(
+        self, plan: Plan, member: Member, response: UpstreamResponse, flight: CallFlight, keep: Keep
+    ) -> Landed:
         kind = next((value for name, value in response.headers if name == b"content-type"), b"")
         coding = next((value for name, value in response.headers if name == b"content-encoding"), None)
         headers = to_caller(response.headers)
@@ -161,19 +170,24 @@ class Relay:
             head = Head(response.status, [*headers, (b"content-encoding", coding)], member.name, False, False)
             flight.open(head)
             await _pass_on(response.chunks(), b"", flight)
-            return Landed(head, Answer(None, Outcome(fault="unknown content coding")), False, "")
+            return keep(Landed(head, Answer(None, Outcome(fault="unknown content coding")), False, ""))
         async with aclosing(_decoded(response, codec)) as chunks:
             if stream:
                 head = Head(response.status, headers, member.name, True, False)
                 flight.open(head)
-                answer, failure = await _read_stream(plan, chunks, flight)
-                return Landed(head, answer, False, "", failure)
-            return await self._read_plain(
-                plan, Head(response.status, headers, member.name, False, True), chunks, flight
-            )
+                answer, failure, last = await _read_stream(plan, chunks, flight)
+                landed = keep(Landed(head, answer, False, "", failure))
+                # Callers leave when they have the last piece, so all must be settled before they get it.
+                flight.keep_going()
+                flight.land(landed)
+                await flight.push(last)
+                await _run_out(chunks)
+                return landed
+            head = Head(response.status, headers, member.name, False, True)
+            return await self._read_plain(plan, head, chunks, flight, keep)
 
     async def _read_plain(
-        self, plan: Plan, head: Head, chunks: AsyncGenerator[bytes, None], flight: CallFlight
+        self, plan: Plan, head: Head, chunks: AsyncGenerator[bytes, None], flight: CallFlight, keep: Keep
     ) -> Landed:
         """Holds the body back until it is whole, so that its fate is known when its head is sent; a large one is
         passed on.
@@ -185,17 +199,18 @@ class Relay:
                 head = Head(head.status, head.headers, head.upstream, False, False)
                 flight.open(head)
                 await _pass_on(chunks, bytes(body), flight)
-                return Landed(head, Answer(None, Outcome(fault="too large to keep")), False, "")
+                return keep(Landed(head, Answer(None, Outcome(fault="too large to keep")), False, ""))
         text = bytes(body)
         if 200 <= head.status < 300:
             answer = plan.dialect.read(plan.body, text)
         else:
             answer = Answer(None, Outcome(fault=f"status {head.status}"))
+        landed = keep(Landed(head, answer, False, ""))
         flight.open(head)
         await flight.push(Piece.same(text))
-        return Landed(head, answer, False, "")
+        return landed
 
-    def _keep(self, plan: Plan, landed: Landed, born: float, stamped: dict[str, int]) -> Landed:
+    def _keep(self, plan: Plan, born: float, stamped: dict[str, int], landed: Landed) -> Landed:
         answer = landed.answer
         if not plan.may_keep:
             return landed
@@ -223,34 +238,48 @@ class Relay:
         return Landed(landed.head, answer, False, reason, landed.failure)
 
 
-async def _read_stream(plan: Plan, chunks: AsyncGenerator[bytes, None], flight: CallFlight) -> tuple[Answer, str]:
-    """Passes events on as they come; a stream that breaks ends with exactly one error event, and no made-up end."""
+async def _read_stream(
+    plan: Plan, chunks: AsyncGenerator[bytes, None], flight: CallFlight
+) -> tuple[Answer, str, Piece]:
+    """Passes events on as they come, but for the last piece, which it returns with the answer and what failed, if
+    anything. A stream that breaks ends with exactly one error event, and no made-up end.
+    """
     collector = plan.dialect.collector(plan.body)
-    reader = EventReader()
     failure = ""
     try:
-        async for chunk in chunks:
-            for event in reader.feed(chunk):
-                await _push_event(collector, event, flight)
-        for event in reader.finish():
-            await _push_event(collector, event, flight)
+        async with aclosing(_events(chunks)) as events:
+            async for event in events:
+                piece = collector.feed(event)
+                if collector.ended:
+                    return collector.close(), "", replace(piece, last=True)
+                if piece.asked or piece.unasked:
+                    await flight.push(piece)
     except (UpstreamError, EncodingError, BrokenStream, EventTooLarge) as error:
         failure = str(error) or type(error).__name__
+    failure = failure or "the upstream's stream ended early"
     answer = collector.close()
-    if not collector.ended:
-        failure = failure or "the upstream's stream ended early"
-        await flight.push(
-            Piece.same(plan.dialect.error_event(f"The upstream failed in mid-stream: {failure}.", "upstream_error"))
-        )
-    if failure:
-        answer = Answer(None, Outcome(fault=answer.outcome.fault or f"incomplete: {failure}"), answer.usage)
-    return answer, failure
+    broken = Answer(None, Outcome(fault=answer.outcome.fault or f"incomplete: {failure}"), answer.usage)
+    event = plan.dialect.error_event(f"The upstream failed in mid-stream: {failure}.", "upstream_error")
+    return broken, failure, Piece(event, event, last=True)
 
 
-async def _push_event(collector: Collector, event: Event, flight: CallFlight) -> None:
-    piece = collector.feed(event)
-    if piece.asked or piece.unasked:
-        await flight.push(piece)
+async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Event, None]:
+    reader = EventReader()
+    async for chunk in chunks:
+        for event in reader.feed(chunk):
+            yield event
+    for event in reader.finish():
+        yield event
+
+
+async def _run_out(chunks: AsyncGenerator[bytes, None]) -> None:
+    """Reads what an upstream sends behind the end of its stream, so that its connection can be used again."""
+    try:
+        async with asyncio.timeout(RUN_OUT):
+            async for _ in chunks:
+                pass
+    except (TimeoutError, UpstreamError, EncodingError):
+        pass
 
 
 async def _decoded(response: UpstreamResponse, codec: Decoder | None) -> AsyncGenerator[bytes, None]:

@@ -102,6 +102,10 @@ class Flight(Generic[Head, Part, Result]):
         """The producer has the head."""
         self._settle(self._head, head)
 
+    def land(self, result: Result) -> None:
+        """The producer has the result, and at most one piece left to push, which it must push at once."""
+        self._settle(self._result, result)
+
     async def push(self, piece: Part) -> None:
         """The producer has a piece; waits while the fastest follower is more than the window behind."""
         size = self._size(piece)

@@ -27,11 +27,12 @@ class BrokenStream(ValueError):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One event for the caller: its bytes for those who asked for usage, and for those who did not (either may be
-    empty).
+    empty). ``last``: a caller who has it has the whole answer, and may leave.
     """
 
     asked: bytes
     unasked: bytes
+    last: bool = False
 
     @staticmethod
     def same(raw: bytes) -> Piece:
