@@ -49,6 +49,14 @@ class Response:
     body: bytes | AsyncGenerator[bytes, None]
 
 
+async def begun(body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Runs a body up to its first chunk, an empty one for this purpose: from then on closing it sees to its end, even
+    if the caller leaves before anything is read. (A generator that was never begun ends without its ``finally``.)
+    """
+    await anext(body)
+    return body
+
+
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 EVENT_STREAM: tuple[bytes, bytes] = (b"content-type", b"text/event-stream; charset=utf-8")
 NO_BUFFERING: Headers = [(b"cache-control", b"no-cache, no-transform"), (b"x-accel-buffering", b"no")]

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from gateway.http import Request, Response
+from gateway.http import Request, Response, begun
 from gateway.ledger import Row
 from gateway.runtime import Runtime
 from gateway.tenants import Caller, Denied
@@ -33,7 +33,7 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
         row.outcome, row.reason = "error", f"status {response.status}"
     kept = [*through_to_caller(response.headers), (b"x-warmgate-upstream", member.name.encode())]
     kept.append((b"cache-status", b"warmgate; fwd=bypass"))
-    return Response(response.status, kept, _body(response, member))
+    return Response(response.status, kept, await begun(_body(response, member)))
 
 
 async def list_models(runtime: Runtime, request: Request, caller: Caller) -> bytes:
@@ -58,6 +58,7 @@ async def _member(runtime: Runtime, name: str | None, request: Request) -> Membe
 async def _body(response: UpstreamResponse, member: Member) -> AsyncGenerator[bytes, None]:
     with member.loaded():
         try:
+            yield b""
             async for chunk in response.chunks():
                 yield chunk
         finally:
