@@ -112,15 +112,15 @@ def test_where_chains_grow_together_ours_does_not_collapse_as_sieve_does():
     prompts: list[list[int]] = []
     sessions: list[list[int]] = []
     for turn in range(2000):
-        if turn % 100 == 0:  # one ends, one begins
+        if turn % 50 == 0:  # one ends, one begins
             sessions = [*sessions[-7:], [next(fresh) for _ in range(20)]]
         grown = sessions[rng.randrange(len(sessions))]
         grown += [next(fresh), next(fresh)]
         prompts.append(list(grown))
     requests = trace(*prompts)
-    capacity = 2000
+    capacity = 1000
     assert hit_ratio(requests, "sieve", capacity) < 0.5
-    assert hit_ratio(requests, "prefix", capacity) > 0.98 * hit_ratio(requests, "lru", capacity) > 0.8
+    assert hit_ratio(requests, "prefix", capacity) > 0.98 * hit_ratio(requests, "lru", capacity) > 0.9
 
 
 def test_a_prompt_larger_than_the_cache_keeps_its_head():
