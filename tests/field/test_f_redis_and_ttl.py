@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 import pytest
 
@@ -359,9 +358,8 @@ async def test_o07_three_processes_with_other_hash_seeds_share_one_entry(own_red
             "upstreams": [upstream(u.url)],
             "cache": {"memory": "off", "redis": {"url": own_redis.url, "timeout": "1s"}},
         }
-        clients: list[httpx.AsyncClient] = [
-            await stack.enter_async_context(gateway_process(config, PYTHONHASHSEED=seed)) for seed in ("0", "1", "4711")
-        ]
+        starting = [gateway_process(config, PYTHONHASHSEED=seed) for seed in ("0", "1", "4711")]
+        clients = await asyncio.gather(*map(stack.enter_async_context, starting))
         shuffled = orjson.dumps({name: ask[name] for name in reversed(list(ask))})
         texts = []
         for number in range(50):
