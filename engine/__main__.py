@@ -29,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
         description="An OpenAI-compatible inference server for one Llama-family model, with paged, prefix-shared KV.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    top.add_argument("--model", default=default.model, help="a bundled model's name or a GGUF file")
+    top.add_argument(
+        "--model", default=default.model, help="a bundled model's name, a GGUF file or a safetensors folder"
+    )
     top.add_argument("--served-model-name", default="", help="the name clients use (empty: from --model)")
     top.add_argument("--host", default=default.host, help="address to listen on")
     top.add_argument("--port", type=int, default=default.port, help="port to listen on")

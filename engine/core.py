@@ -178,9 +178,9 @@ class EngineCore:
         self._events.flush()
         computed = sum(end - start for _, start, end in step.prefills)
         self.counters.computed_tokens += computed
-        if self.lower is not None and computed:
-            self.lower.stack.observe_prefill(computed, self.runner.prefill_seconds)
         if self.lower is not None:
+            if computed >= self.config.prefill_chunk:  # a few tokens at the end of a prompt say nothing about the rate
+                self.lower.stack.observe_prefill(computed, self.runner.prefill_seconds)
             self.lower.save_pending()
         return [(sequence.id, self._take(sequence, logits)) for sequence, logits in results]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, pre_tokenizers
@@ -72,6 +73,10 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of whole token lists."""
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+    def save(self, path: Path) -> None:
+        """Writes the pipeline as a `tokenizer.json`."""
+        self._pipeline.save(str(path))
 
     def stream(self) -> TextStream:
         """A decoder for one generation."""

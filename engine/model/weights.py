@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.errors import ModelError
+from engine.model.folder import Folder
 from engine.model.gguf import GGUF
 from engine.model.spec import ModelSpec, RopeScaling
 from engine.model.tokenizer import Tokenizer, from_gguf
@@ -51,10 +52,11 @@ class ModelFiles:
 
 
 def open_model(name: str) -> ModelFiles:
-    """Opens a bundled model by name, or a GGUF file by path. Raises `ModelError` with one clear sentence."""
+    """Opens a bundled model by name, a GGUF file or a model folder by path. Raises `ModelError`: one clear sentence."""
     path = locate(name)
     if path.is_dir():
-        raise ModelError(f"{path} is a folder; give a GGUF file")
+        folder = Folder(path)
+        return ModelFiles(folder.spec, folder.tokenizer, folder.digest(), folder.tensor)
     return _open_gguf(path)
 
 
