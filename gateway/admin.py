@@ -54,7 +54,8 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
         state = None
         if found is not None:
             entry = found.entry
-            state = freshness(now - entry.born, entry.expires - now, plan.lifetime.while_revalidate, plan.directives)
+            expires = runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)
+            state = freshness(now - entry.born, expires - now, plan.lifetime.while_revalidate, plan.directives)
         curated = plan.may_serve and runtime.curated(plan) is not None
         return JSONResponse(
             {

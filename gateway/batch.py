@@ -23,7 +23,7 @@ from gateway.runtime import Runtime
 from gateway.upstreams.client import UpstreamError
 from gateway.upstreams.pool import Member
 from policies.cacheability import Verdict
-from policies.freshness import freshness
+from policies.freshness import freshness, serves_after_error
 
 LOOKUPS_AT_ONCE = 64
 """Lookups of one batch in the shared store that may wait at once, so that a large batch is not taken for a slow
@@ -98,11 +98,12 @@ class Batches:
                 if found is None:
                     continue
                 entry, directives = found.entry, work.plan.directives
-                expires = 0.0 if runtime.generations.softened(entry.generations, entry.born) else entry.expires
-                state = freshness(max(0.0, now - entry.born), expires - now, 0.0, directives)
+                age = max(0.0, now - entry.born)
+                expires = runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)
+                state = freshness(age, expires - now, 0.0, directives)
                 if state != "expired":
                     work.have[identity] = entry
-                elif now - entry.expires <= _allowed_after_error(work.plan):
+                elif serves_after_error(age, expires - now, work.plan.lifetime.if_error, directives):
                     work.stale[identity] = entry
 
     async def _ask(self, work: _Work, new: list[Identity]) -> Response | None:
@@ -234,8 +235,3 @@ def _identity(plan: Plan, request: Request, item: Item) -> Identity:
     scope = Scope(_ITEM, plan.caller.tenant, plan.namespace, plan.model.target, plan.model.revision, vary)
     body = {**plan.body, "input": item, "model": plan.model.target}
     return identify(scope, body, plan.dialect.excluded)
-
-
-def _allowed_after_error(plan: Plan) -> float:
-    asked = plan.directives.stale_if_error
-    return plan.lifetime.if_error if asked is None else asked

@@ -190,8 +190,8 @@ class Planner:
         ceiling = self._config.cache.max_ttl
         if own.max_ttl is not None:
             ceiling = min(ceiling, own.max_ttl)
-        ttl = rule.ttl if asked_ttl is None else asked_ttl
-        return Lifetime(min(ttl, ceiling), rule.while_revalidate, rule.if_error)
+        ttl = rule.ttl if asked_ttl is None or rule.never else asked_ttl
+        return Lifetime(min(ttl, ceiling), rule.while_revalidate, rule.if_error, self._config.cache.keep_stale)
 
 
 class _Rule:
@@ -202,6 +202,7 @@ class _Rule:
         self.while_revalidate = cache.stale_while_revalidate
         self.if_error = cache.stale_if_error
         self.sampled: Sampled = own.sampled or cache.sampled
+        self.never = False
         for rule in cache.rules:
             names = (model.name, model.target)
             if (
@@ -210,6 +211,7 @@ class _Rule:
                 and fnmatch.fnmatchcase(path, rule.match.path)
             ):
                 self.ttl = cache.ttl if rule.ttl is None else rule.ttl
+                self.never = rule.ttl == 0
                 self.while_revalidate = _given(rule.stale_while_revalidate, self.while_revalidate)
                 self.if_error = _given(rule.stale_if_error, self.if_error)
                 self.sampled = rule.sampled or self.sampled

@@ -15,6 +15,7 @@ from typing import Any
 
 from cache.response.entry import Entry
 from cache.response.faq import Faq, FaqError, load_faq
+from cache.response.flights import Flights
 from cache.response.keep import Keeper
 from cache.response.recall import Recall
 from cache.response.tags import Generations
@@ -50,7 +51,7 @@ class Runtime:
         self.client = UpstreamClient()
         self.ledger = Ledger(config.ledger, self.clock)
         self.generations = Generations()
-        self.flights: dict[bytes, CallFlight] = {}
+        self.flights: Flights[CallFlight] = Flights(self.generations)
         self.not_stored: Counter[str] = Counter()
         self.closing = asyncio.Event()  # set when the server begins to drain: streams without an end must end
         self.secret = _secret(config)
@@ -125,8 +126,11 @@ class Runtime:
     async def purge(self, scope: str) -> bool:
         """Raises the generation of a scope; False when other processes may not hear of it."""
         generation = await self.shared.bump(scope) if self.shared is not None else None
-        self.generations.learn(scope, generation if generation is not None else int(self.clock.time() * 1000))
-        return self.shared is None or generation is not None
+        if generation is None:
+            self.generations.purge(scope, self.clock.time())
+            return self.shared is None and self.config.listen.workers == 1
+        self.generations.learn(scope, generation)
+        return True
 
     def _prices(self) -> PriceTable:
         """The price table; a faulty file leaves all costs unknown."""

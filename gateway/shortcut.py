@@ -99,7 +99,7 @@ class Shortcut:
     def _serve(self, caught: Caught, slot: Remembered, entry: Entry, began: float) -> bytes | None:
         runtime, plan = self._runtime, slot.plan
         now = runtime.clock.time()
-        if entry.expires <= now or runtime.generations.softened(entry.generations, entry.born):
+        if runtime.generations.fresh_until(entry.generations, entry.born, entry.expires) <= now:
             return None
         try:
             if slot.ready is None or (slot.message is not entry.message and slot.message != entry.message):

@@ -26,8 +26,8 @@ class Directives:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long an answer is fresh, and how long it may serve after that: while it is renewed, when the upstream fails, or
-    because a caller accepts it stale (``on_request``).
+    """How long an answer is fresh, and how long it may serve after that: while it is renewed, when the upstream fails,
+    or because a caller accepts it stale (``on_request``).
     """
 
     ttl: float
@@ -71,8 +71,8 @@ def parse_cache_control(value: str) -> Directives:
 def freshness(age: float, expires_in: float, while_revalidate: float, directives: Directives) -> Freshness:
     """Whether an answer of this ``age`` may be served to a request with these ``directives``.
 
-    ``fresh``: as it is; ``revalidate``: at once, while it is renewed behind (RFC 5861, ``while_revalidate`` seconds after
-    it expired); ``stale``: the caller accepts it so (``max-stale``); ``expired``: only if the upstream fails.
+    ``fresh``: as it is; ``revalidate``: at once, while it is renewed behind (RFC 5861, ``while_revalidate`` seconds
+    after it expired); ``stale``: the caller accepts it so (``max-stale``); ``expired``: only if the upstream fails.
     """
     if directives.max_age is not None and age > directives.max_age:
         return "expired"

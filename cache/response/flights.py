@@ -9,9 +9,13 @@ answer. When the last follower leaves, the producer is cancelled.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from cache.response.tags import Generations
 
 Head = TypeVar("Head")
 Result = TypeVar("Result")
@@ -162,3 +166,44 @@ class Flight(Generic[Head, Part, Result]):
     def _settle(future: asyncio.Future[Any], value: object) -> None:
         if not future.done():
             future.set_result(value)
+
+
+AnyFlight = TypeVar("AnyFlight", bound=Flight[Any, Any, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay(Generic[AnyFlight]):
+    flight: AnyFlight
+    born: float
+    stamped: dict[str, int]
+
+
+class Flights(Generic[AnyFlight]):
+    """The flights that may be joined, by key. None of them tells anybody what was purged before he asked."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._under_way: dict[bytes, _UnderWay[AnyFlight]] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def get(self, key: bytes, oldest: float | None = None) -> AnyFlight | None:
+        """The flight to join, if it took off at ``oldest`` (unix seconds) or later and nothing was purged since."""
+        found = self._under_way.get(key)
+        if found is None or not found.flight.joinable or (oldest is not None and found.born < oldest):
+            return None
+        if not self._generations.alive(found.stamped, found.born):
+            return None
+        fresh = self._generations.fresh_until(found.stamped, found.born, math.inf)
+        return found.flight if fresh == math.inf else None
+
+    def add(self, key: bytes, flight: AnyFlight, born: float, stamped: dict[str, int]) -> None:
+        """Lets others join a flight that takes off now, in place of one that they may not join any more."""
+        self._under_way[key] = _UnderWay(flight, born, stamped)
+
+    def drop(self, key: bytes, flight: AnyFlight) -> None:
+        """The flight is over."""
+        found = self._under_way.get(key)
+        if found is not None and found.flight is flight:
+            del self._under_way[key]

@@ -22,12 +22,12 @@ class Keeper:
         self.skipped = 0
 
     def keep(self, key: bytes, entry: Entry, now: float) -> None:
-        """Stores an entry until its ``kept_until``."""
+        """Stores an entry until its ``kept_until``, unless a newer answer is there (a slow call was overtaken)."""
         ttl = entry.kept_until - now
         if ttl <= 0:
             return
-        if self._memory is not None:
-            self._memory.set(key, entry, entry.size, entry.kept_until)
+        if self._memory is not None and hold(self._memory, key, entry) is not entry:
+            return
         if self._shared is None:
             return
         if len(self._writes) >= MAX_WRITES_IN_FLIGHT:
@@ -41,3 +41,12 @@ class Keeper:
         """Waits for the writes under way."""
         while self._writes:
             await asyncio.gather(*self._writes, return_exceptions=True)
+
+
+def hold(memory: MemoryStore[Entry], key: bytes, entry: Entry) -> Entry:
+    """Puts an entry into memory unless a newer answer to the same request is there; returns the one that stays."""
+    held = memory.get(key)
+    if held is not None and held.fingerprint == entry.fingerprint and held.born > entry.born:
+        return held
+    memory.set(key, entry, entry.size, entry.kept_until)
+    return entry

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from cache.response.canonical import Identity
 from cache.response.entry import BadEntry, Entry, decode
+from cache.response.keep import hold
 from cache.response.tags import Generations
 from cache.stores.breaker import GuardedStore
 from cache.stores.memory import MemoryStore
@@ -33,15 +34,15 @@ class Recall:
         self._generations = generations
         self.bad_entries: Counter[str] = Counter()
 
-    def in_memory(self, identity: Identity) -> Entry | None:
-        """The entry, if the memory tier holds it, whatever its age up to ``kept_until``."""
+    def in_memory(self, identity: Identity, *, again: bool = False) -> Entry | None:
+        """The entry, if the memory tier holds it, whatever its age up to ``kept_until``. ``again``: just asked before."""
         if self._memory is None:
             return None
         entry = self._memory.get(identity.key)
         if entry is None:
             return None
         if entry.fingerprint != identity.fingerprint:
-            self.bad_entries["other request"] += 1
+            self.bad_entries["other request"] += not again
             return None
         if not self._generations.alive(entry.generations, entry.born):
             self._memory.delete(identity.key)
@@ -59,7 +60,10 @@ class Recall:
             return None
         data = await self._shared.get(identity.key)
         entry = self.believe(identity, data, now) if data is not None else None
-        return Found(entry, self._shared.name) if entry is not None else None
+        if entry is not None:
+            return Found(entry, self._shared.name)
+        entry = self.in_memory(identity, again=True)  # kept while the shared store was asked
+        return Found(entry, "memory") if entry is not None else None
 
     def begin(self, identity: Identity) -> Future[bytes | None] | None:
         """Starts a lookup in the shared store without a task; None: there is no store, or it is not to be asked now."""
@@ -79,6 +83,4 @@ class Recall:
             return None
         if entry.kept_until <= now or not self._generations.alive(entry.generations, entry.born):
             return None
-        if self._memory is not None:
-            self._memory.set(identity.key, entry, entry.size, entry.kept_until)
-        return entry
+        return hold(self._memory, identity.key, entry) if self._memory is not None else entry

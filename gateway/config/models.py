@@ -179,7 +179,7 @@ class CacheRule(Section):
     """Overrides for matching requests; the first rule that matches counts."""
 
     match: RuleMatch = RuleMatch()
-    ttl: Seconds | None = None  # 0: not stored
+    ttl: Seconds | None = None  # 0: not stored, whatever the caller asks for
     stale_while_revalidate: Seconds | None = None
     stale_if_error: Seconds | None = None
     sampled: Sampled | None = None
@@ -193,6 +193,9 @@ class Cache(Section):
     max_ttl: Seconds = 7 * DAY  # ceiling for x-warmgate-ttl and s-maxage
     stale_while_revalidate: Seconds = 0.0
     stale_if_error: Seconds = 0.0
+    keep_stale: Seconds = (
+        3600.0  # kept this long after its time for callers who accept that (max-stale, stale-if-error)
+    )
     max_entry: Bytes = MIB
     sampled: Sampled = "never"  # requests with temperature above 0 or absent
     store_finish: tuple[Text, ...] = ("stop", "tool_calls")

@@ -249,7 +249,7 @@ async def test_o17_a_caller_who_leaves_in_mid_stream_ends_the_call_and_leaves_no
     await leave_after(bench, STREAMED, 3)
     await bench.u.wait_closed(bench.u.calls[0], timeout=1)
     await bench.at_rest()
-    assert bench.gateway.app.runtime.flights == {}
+    assert not bench.gateway.app.runtime.flights
     await not_kept(bench, STREAMED)
     assert (await bench.rows())[-1]["reason"] == "caller left"
 

@@ -1,0 +1,195 @@
+"""Joining: equal requests in flight share one upstream call, in whichever form each of them wants its answer.
+
+A request joins a flight that is under way, or takes off with one that others may join. A flight that began before a
+purge is joined by nobody after it, and a stale entry is renewed by one flight however many ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+from cache.response.flights import FellBehind
+from gateway.encoding import EncodingError
+from gateway.exchange import Exchange
+from gateway.hit import kept_response
+from gateway.http import NO_BUFFERING, Headers, Response, begun
+from gateway.ledger import Outcome
+from gateway.plan import Plan
+from gateway.relay import CallFlight, Landed, new_flight
+from gateway.runtime import Runtime
+from gateway.tenants import Denied
+from gateway.upstreams.client import UpstreamError
+from gateway.upstreams.pool import Member
+
+Spare = Callable[[], Response | None]
+"""A stale answer, if one may be served now that the upstream has failed."""
+
+
+class Coalescing:
+    """Answers what the cache could not, by a call of its own or by somebody else's."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def answer(self, exchange: Exchange, plan: Plan, fwd: str, spare: Spare) -> Response:
+        """``fwd``: why the cache could not (RFC 9211). Raises `Denied`, `UpstreamError`, `EncodingError`."""
+        try:
+            members = await self.route(exchange, plan)
+            for _ in range(2):  # a flight in the other form may bring nothing of use; then the next is tried
+                flight = self._joinable(plan) if plan.may_join else None
+                if flight is None:
+                    break
+                response = await self._follow(exchange, plan, flight, fwd, spare, collapsed=True)
+                if response is not None:
+                    return response
+            flight = self._take_off(exchange, plan, members, "bypass" if fwd == "bypass" else "miss")
+            response = await self._follow(exchange, plan, flight, fwd, spare, collapsed=False)
+            assert response is not None
+            return response
+        except (UpstreamError, EncodingError):
+            if (kept := spare()) is None:
+                raise
+            return kept
+
+    def refresh(self, exchange: Exchange, plan: Plan) -> None:
+        """Renews a stale entry behind the caller's back, once however many ask."""
+        if not plan.may_keep or self._under_way(plan):
+            return
+
+        async def renew() -> None:
+            try:
+                members = await self.route(exchange, plan)
+            except (Denied, UpstreamError):
+                return
+            if not self._under_way(plan):
+                self._take_off(exchange, plan, members, "stale").keep_going()
+
+        self._runtime.background(renew())
+
+    async def route(self, exchange: Exchange, plan: Plan) -> list[Member]:
+        """The upstreams that may answer; raises `Denied` (404), `UpstreamError`."""
+        members = await self._runtime.pool.serving(plan.model.target, exchange.request)
+        if members:
+            return members
+        if not self._runtime.pool.members:
+            raise UpstreamError("connect", "no upstream is configured", sent=False)
+        exchange.row.model, exchange.row.reason = "", f"model_not_found: {plan.model.name}"
+        raise Denied(404, f"The model {plan.model.name[:100]!r} does not exist here.", "model_not_found")
+
+    def _under_way(self, plan: Plan) -> bool:
+        return self._runtime.flights.get(plan.identity.key) is not None
+
+    def _joinable(self, plan: Plan) -> CallFlight | None:
+        """A flight that answers this request, no older than its caller accepts."""
+        max_age = plan.directives.max_age
+        oldest = None if max_age is None else self._runtime.clock.time() - max_age
+        return self._runtime.flights.get(plan.identity.key, oldest)
+
+    def _take_off(self, exchange: Exchange, plan: Plan, members: list[Member], cause: Outcome) -> CallFlight:
+        """Begins an upstream call, to be counted under the outcome that causes it; others may join it, unless they can
+        join another.
+        """
+        runtime, key = self._runtime, plan.identity.key
+        flight = new_flight()
+        if (plan.may_join or cause == "stale") and not self._under_way(plan):
+            runtime.flights.add(key, flight, runtime.clock.time(), runtime.generations.stamp(plan.scopes))
+        flight.start(
+            runtime.relay.fly(plan, exchange.request, exchange.request_id, members, flight, cause),
+            lambda: runtime.flights.drop(key, flight),
+        )
+        return flight
+
+    async def _follow(
+        self, exchange: Exchange, plan: Plan, flight: CallFlight, fwd: str, spare: Spare, *, collapsed: bool
+    ) -> Response | None:
+        """The answer of a flight in this caller's form; None: it is in another form, and cannot be turned into this."""
+        row = exchange.row
+        token = flight.join()
+        handed_over = False
+        try:
+            head = await flight.head()
+            row.upstream = head.upstream
+            row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
+            if head.status >= 500 and (kept := spare()) is not None:
+                return kept
+            if head.status >= 400:
+                row.outcome, row.reason = "error", f"status {head.status}"
+            if collapsed and head.status == 200 and head.stream != plan.streams:
+                async for _ in flight.pieces(token):  # whoever takes no pieces would hold the call up if left alone
+                    pass
+                landed = await flight.result()
+                if landed.answer.message is None or landed.answer.outcome.fault:
+                    return None
+                row.usage = landed.answer.usage
+                status = (b"cache-status", _status(plan, fwd, None, collapsed=True))
+                return kept_response(plan, landed.answer.message, self._runtime.clock.time(), [status])
+            headers: Headers = [*head.headers, (b"x-warmgate-upstream", head.upstream.encode())]
+            if head.whole:
+                pieces = [piece.asked async for piece in flight.pieces(token)]
+                landed = await flight.result()
+                row.usage, row.reason = landed.answer.usage, landed.reason or row.reason
+                headers.append((b"cache-status", _status(plan, fwd, landed, collapsed=collapsed)))
+                return Response(head.status, headers, b"".join(pieces))
+            headers.append((b"cache-status", _status(plan, fwd, None, collapsed=collapsed)))
+            if head.stream:
+                headers += NO_BUFFERING
+            body = await begun(self._pieces(exchange, plan, flight, token, stream=head.stream))
+            handed_over = True
+            return Response(head.status, headers, body)
+        except FellBehind:
+            return None
+        finally:
+            if not handed_over:
+                flight.leave(token)
+
+    async def _pieces(
+        self, exchange: Exchange, plan: Plan, flight: CallFlight, token: object, *, stream: bool
+    ) -> AsyncGenerator[bytes, None]:
+        row, clock = exchange.row, self._runtime.clock
+        asked = plan.dialect.wants_usage(plan.body)
+        try:
+            yield b""
+            async for piece in flight.pieces(token):
+                if piece.last:
+                    _landed(exchange, await flight.result())
+                data = piece.asked if asked else piece.unasked
+                if data:
+                    if row.ttft is None:
+                        row.ttft = clock.monotonic() - exchange.began
+                    yield data
+            _landed(exchange, await flight.result())
+        except FellBehind:
+            row.outcome, row.reason = "error", "reader too slow"
+            if not stream:
+                raise UpstreamError("reset", "this reader fell too far behind", sent=True) from None
+            yield plan.dialect.error_event("This reader fell too far behind the stream it had joined.", "too_slow")
+        finally:
+            flight.leave(token)
+
+
+def _landed(exchange: Exchange, landed: Landed) -> None:
+    """The caller has, or is about to have, all there is."""
+    exchange.complete, row = True, exchange.row
+    row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason or row.reason
+    if landed.failure:
+        row.outcome = "error"
+
+
+def _status(plan: Plan, fwd: str, landed: Landed | None, *, collapsed: bool) -> bytes:
+    """RFC 9211: how the request was handled by the response cache."""
+    parts = [f"warmgate; fwd={fwd}"]
+    if collapsed:
+        parts.append("collapsed")
+    if landed is not None and landed.stored:
+        parts.append("stored")
+    if fwd == "bypass":
+        parts.append(f"detail={_quoted(plan.verdict.reason)}")
+    elif landed is not None and landed.reason:
+        parts.append(f"detail={_quoted('not stored: ' + landed.reason)}")
+    return "; ".join(parts).encode()
+
+
+def _quoted(text: str) -> str:
+    """An RFC 8941 string."""
+    printable = "".join(sign if " " <= sign <= "~" else "?" for sign in text)
+    return '"' + printable.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,35 @@
+"""One request on its way through the gateway, and the ledger row it will leave."""
+
+from __future__ import annotations
+
+from gateway.clock import Clock
+from gateway.dialects import DIALECTS, Dialect
+from gateway.dialects.openai import error_body
+from gateway.http import JSON, Headers, Request, Response
+from gateway.ids import accepted, unique
+from gateway.ledger import Row
+from gateway.tenants import Caller
+
+
+class Exchange:
+    """``caller`` is set once it is admitted; ``began``: monotonic seconds."""
+
+    def __init__(self, request: Request, clock: Clock) -> None:
+        self.request = request
+        self.request_id = accepted(request.header(b"x-request-id")) or unique(32)
+        self.dialect: Dialect | None = DIALECTS.get(request.path.rstrip("/")) if request.method == "POST" else None
+        self.caller: Caller | None = None
+        self.row = Row(
+            at=clock.time(), endpoint=self.dialect.path if self.dialect else "other", request_id=self.request_id
+        )
+        self.began = clock.monotonic()
+        self.complete = False  # a streamed answer has been handed over to its end
+
+    def refusal(self, status: int, message: str, code: str | None, headers: Headers | None = None) -> Response:
+        """An error of our own, in the form of the API that was asked."""
+        self.row.reason = self.row.reason or (code or "")
+        if self.dialect is None:
+            body = error_body(status, message, code)
+        else:
+            body = self.dialect.error(status, message, code, self.request_id)
+        return Response(status, [JSON, *(headers or [])], body)
