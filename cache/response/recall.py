@@ -35,7 +35,7 @@ class Recall:
         self.bad_entries: Counter[str] = Counter()
 
     def in_memory(self, identity: Identity, *, again: bool = False) -> Entry | None:
-        """The entry, if the memory tier holds it, whatever its age up to ``kept_until``. ``again``: just asked before."""
+        """The entry, if the memory tier holds it, up to its ``kept_until``. ``again``: it was just asked."""
         if self._memory is None:
             return None
         entry = self._memory.get(identity.key)

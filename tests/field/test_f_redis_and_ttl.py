@@ -191,7 +191,7 @@ async def test_o43_hits_go_on_where_only_writes_fail(own_redis: RedisServer, tmp
 
 
 async def test_o44_everything_expires(world: World) -> None:
-    settings = {"ttl": "2s"}
+    settings = {"ttl": "2s", "keep_stale": 0}
     async with world.bench(cache=settings) as bench:
         for path, ask in EVERYTHING:
             await bench.miss(ask, path)
@@ -206,7 +206,9 @@ async def test_o44_everything_expires(world: World) -> None:
 
 
 async def test_o44_no_key_in_redis_is_without_a_ttl(own_redis: RedisServer, tmp_path: Path) -> None:
-    async with over(own_redis.url, tmp_path).bench(cache={"stale_while_revalidate": "1m", "ttl": "1h"}) as bench:
+    async with over(own_redis.url, tmp_path).bench(
+        cache={"stale_while_revalidate": "1m", "ttl": "1h", "keep_stale": 0}
+    ) as bench:
         for path, ask in EVERYTHING:
             await bench.miss(ask, path)
         await bench.miss(B | {"seed": 77}, x_warmgate_ttl="100", x_warmgate_tags="a,b", x_warmgate_namespace="n")

@@ -37,7 +37,7 @@ def start(u: StubUpstream, clock: FakeClock) -> Start:
     async def begin(**config: Any) -> AsyncIterator[Bench]:
         whole = {"upstreams": [upstream(u.url)], **config}
         async with running_gateway(whole, clock) as gateway:
-            yield Bench(gateway, u, clock)
+            yield Bench(gateway, u, clock, whole)
 
     return begin
 
