@@ -11,6 +11,8 @@ from typing import Any
 
 from cache.response.faq import FaqError, load_faq
 from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, load_config, unreadable_secrets
+from gateway.ledger.settings import load_prices
+from policies.pricing import PriceError
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def shortcomings(config: Config) -> list[str]:
         for index, upstream in enumerate(config.upstreams)
         if config.engine and upstream.name == ENGINE_UPSTREAM
     ]
-    return [*taken, *unreadable_secrets(config), *_faq_faults(config)]
+    return [*taken, *unreadable_secrets(config), *_faq_faults(config), *_price_faults(config)]
 
 
 def adopted(new: Config, running: Config) -> Config:
@@ -51,6 +53,14 @@ def adopted(new: Config, running: Config) -> Config:
     engine = [upstream for upstream in running.upstreams if running.engine and upstream.name == ENGINE_UPSTREAM]
     upstreams = (*new.upstreams, *engine)
     return new.model_copy(update={"listen": running.listen, "engine": running.engine, "upstreams": upstreams})
+
+
+def _price_faults(config: Config) -> list[str]:
+    try:
+        load_prices(config.prices)
+    except PriceError as error:
+        return [f"prices: {problem}" for problem in error.problems]
+    return []
 
 
 def _faq_faults(config: Config) -> list[str]:
