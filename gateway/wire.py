@@ -10,6 +10,7 @@ keep-alive timer, ``app``, ``cycle``, ``pipeline`` and ``server_state``; the ver
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -17,6 +18,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.app import Gateway
 from gateway.heads import MAX_HEAD, Head
 from gateway.shortcut import Lookup
+
+log = logging.getLogger(__name__)
 
 
 class WireProtocol(HttpToolsProtocol):
@@ -78,10 +81,15 @@ class WireProtocol(HttpToolsProtocol):
     def _whole(self, head: Head, data: bytes) -> None:
         """One whole request and nothing behind it."""
         body = data[head.length :]
-        answer = self._shortcut.answer(head.caught, body)
+        try:
+            answer = self._shortcut.answer(head.caught, body)
+            lookup = self._shortcut.look_up(head.caught, body) if answer is None else None
+        except Exception:
+            log.exception("the short path failed; the full path answers")
+            answer = lookup = None
         if answer is not None:
             self._respond(answer)
-        elif lookup := self._shortcut.look_up(head.caught, body):
+        elif lookup is not None:
             self._waiting = []
             lookup.call.add_done_callback(lambda _: self._looked_up(head, data, lookup))
         else:
@@ -89,7 +97,11 @@ class WireProtocol(HttpToolsProtocol):
 
     def _looked_up(self, head: Head, data: bytes, lookup: Lookup) -> None:
         """The shared store has answered, or failed; whatever came meanwhile is a further request, or an early end."""
-        answer = self._shortcut.conclude(head.caught, lookup)
+        try:
+            answer = self._shortcut.conclude(head.caught, lookup)
+        except Exception:
+            log.exception("the short path failed; the full path answers")
+            answer = None
         behind, self._waiting = self._waiting, None
         if self.transport.is_closing():
             return

@@ -1,8 +1,11 @@
 """The house rules that a machine can hold: who may import whom, and how long a file may be."""
 
 import ast
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,7 @@ NOT_PURE = {
     "threading",
     "time",
 }
+PARTS = {"starlette", "pydantic-core"}  # of what is declared
 MAX_LINES = 400
 
 
@@ -75,6 +79,31 @@ def test_policies_are_pure():
         if bad := (tops - sys.stdlib_module_names - {PURE}) | (tops & NOT_PURE):
             wrong[path.name] = bad
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"),
+    [
+        (
+            ("policies", "cache", "gateway"),
+            {"compression", "jinja2", "lmcache", "msgpack", "numpy", "tokenizers", "torch", "zmq"},
+        ),
+        (("engine",), set()),
+    ],
+)
+def test_what_is_imported_is_installed(folders: tuple[str, ...], extras: set[str]):
+    """By ``make serve``: the dependencies and the extra ``engine``. ``extras``: what the gateway can do without."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["engine"]]
+    names = {re.split(r"[^A-Za-z0-9._-]", item)[0].lower().replace("_", "-") for item in declared}
+    providers = packages_distributions()
+    missing = {
+        f"{path.relative_to(ROOT)}: {top}"
+        for path in source_files(*folders)
+        for top in {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names - set(MAY_IMPORT) - extras
+        if not {found.lower().replace("_", "-") for found in providers.get(top, [top])} & (names | PARTS)
+    }
+    assert not missing
 
 
 def test_nothing_outside_tests_imports_tests():
