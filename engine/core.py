@@ -208,11 +208,12 @@ class EngineCore:
         self.manager.reset()
         self._events.flush()
 
-    def rest(self) -> None:
-        """Does what waits for a quiet moment: stores blocks below, checks that no block was lost."""
-        if self.lower is not None:
-            self.lower.save_pending(limit=None)
+    def rest(self) -> bool:
+        """Does a little of what waits for a quiet moment; False when no more is left."""
+        if self.lower is not None and self.lower.save_pending():
+            return True
         self.check_integrity()
+        return False
 
     def close(self) -> None:
         """Stores what still waits and lets the tiers go."""

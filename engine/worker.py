@@ -154,6 +154,8 @@ class Worker:
 
     def _turn(self) -> None:
         """Obeys all waiting commands, then runs one step; sleeps if there is neither."""
+        while not self.core.busy and self._commands.empty() and self.core.rest():
+            pass
         try:
             command = self._commands.get(block=not self.core.busy or self.core.stalled, timeout=self._patience())
             while True:
@@ -162,7 +164,6 @@ class Worker:
         except queue.Empty:
             pass
         if not self.core.busy:
-            self.core.rest()
             return
         try:
             deltas = self.core.step()

@@ -125,8 +125,8 @@ class LowerTiers:
             self._store([entry for entry in self._leaving if self.stack.missing([entry[1]])])
             self._leaving.clear()
 
-    def save_pending(self, limit: int | None = STORED_PER_STEP) -> None:
-        """Copies down some of the blocks that shall be kept below while they stay here; without a limit, all."""
+    def save_pending(self, limit: int | None = STORED_PER_STEP) -> bool:
+        """Copies down some of the blocks that shall be kept below while they stay here; whether there were any."""
         chosen: list[tuple[int, Block, bytes, int]] = []
         while self._pending and (limit is None or len(chosen) < limit):
             block = next(iter(self._pending))
@@ -134,6 +134,7 @@ class LowerTiers:
             if self._manager.content(block) == content:
                 chosen.append((block, content, self._manager.tenant(block), self._manager.uses(block)))
         self._store(chosen)
+        return bool(chosen)
 
     def _evicting(self, block: int, content: Block) -> None:
         self._pending.pop(block, None)

@@ -69,7 +69,8 @@ def drive(core: EngineCore, ask: Any) -> Result:
         advance(core, {ask.id: result})
         if core.stalled:
             time.sleep(0.001)
-    core.rest()
+    while core.rest():
+        pass
     return result
 
 

@@ -1,0 +1,69 @@
+"""Restart proof, with the real model as a process: kill -9, start again, and the prompt comes back from Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cache.prefix.helpers import RedisServer, wait_for
+from tests.engine.test_process import free_port
+
+MODEL = "smollm2-135m-instruct"
+PROMPT = [1000 + (i * 7919) % 30000 for i in range(516)]
+
+
+@contextlib.contextmanager
+def engine(*options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = free_port()
+    command = [sys.executable, "-m", "engine", "--port", str(port), "--threads", "1", "--kv-cache", "256MiB", *options]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+
+    def ready() -> bool:
+        assert process.poll() is None
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/health").status_code == 200
+        return False
+
+    try:
+        wait_for(ready, timeout=90)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(url: str) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=100)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_a_killed_engine_starts_warm_from_redis(tmp_path: Path) -> None:
+    redis = RedisServer(tmp_path)
+    options = ("--dtype", "bfloat16", "--kv-host", "128MiB", "--kv-remote", redis.url, "--write-through-uses", "1")
+    try:
+        with engine(*options) as (url, process):
+            cold = ask(url)
+            assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            wait_for(lambda: len(redis.block_keys()) == 16, timeout=30)
+            process.kill()
+        with engine(*options) as (url, _):
+            warm = ask(url)
+            assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 512, "cached_by_tier": {"redis": 512}}
+            assert warm["choices"] == cold["choices"]
+            again = ask(url)
+            assert again["usage"]["prompt_tokens_details"]["cached_by_tier"] == {"device": 512}
+            assert again["choices"] == cold["choices"]
+    finally:
+        redis.kill()
