@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cache.response.canonical import Identity, Scope, identify, respell
 from cache.response.entry import Entry
-from gateway.dialects.embeddings import Item, assemble, items_of, kept_items, read_only, shares
+from gateway.dialects.embeddings import Item, assemble, is_kept, items_of, kept_items, read_only, shares
 from gateway.hit import hit_headers
 from gateway.http import JSON, Request, Response
 from gateway.ledger import Row
@@ -95,7 +95,7 @@ class Batches:
             for identity, found in zip(
                 some, await asyncio.gather(*(runtime.recall.find(i, now) for i in some)), strict=True
             ):
-                if found is None:
+                if found is None or not is_kept(found.entry.message):
                     continue
                 entry, directives = found.entry, work.plan.directives
                 age = max(0.0, now - entry.born)

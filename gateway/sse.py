@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+_BLANK_LINE = re.compile(rb"[\r\n](?:(?<=\n)|(?<=\r)(?!\n)|(?<=\r)\n)(?:\r\n|\n|\r(?!\n))")
+"""Two line ends, ``(CRLF|LF|CR){2}``; begun with a set of signs, which the search can skip to."""
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
 

@@ -16,7 +16,7 @@ from gateway.sse import Event, frame
 from policies.cacheability import Outcome
 
 _IDENTITY = ("id", "created")
-_OF_ONE_CHUNK = frozenset(("object", "choices", "usage", "obfuscation", *_IDENTITY))
+_OF_ONE_CHUNK = ("object", "choices", "usage", "obfuscation", *_IDENTITY)
 _OF_EVERY_CHUNK = ("model", "system_fingerprint", "service_tier")
 _FINISHES = {"function_call": "tool_calls", "model_length": "length"}
 """Older and other names of finish reasons."""
@@ -145,6 +145,7 @@ class ChunkCollector(EventCollector):
         self._dialect = dialect
         self._expected = expected_choices
         self._top: dict[str, Any] = {}
+        self._repeated: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._usage: Any = None
 
@@ -160,15 +161,18 @@ class ChunkCollector(EventCollector):
     def join(self, name: str, data: dict[str, Any]) -> None:
         if name not in ("", "message"):
             raise Unjoinable(f"an event named {name[:40]!r}")
-        if data.get("usage") is not None and self._says_nothing(data):
-            data["choices"] = []
-        merge_constant(self._top, {name: value for name, value in data.items() if name not in _OF_ONE_CHUNK})
-        for part in data.get("choices") or ():
-            index = part.get("index", 0)
+        nothing = data.get("usage") is not None and self._says_nothing(data)
+        parts = data["choices"] if data.get("choices") and not nothing else ()
+        for field in _OF_ONE_CHUNK:
+            data.pop(field, None)
+        if data != self._repeated:
+            merge_constant(self._top, data)
+            self._repeated = data
+        for part in parts:
+            index = part.pop("index", 0)
             if type(index) is not int:
                 raise Unjoinable("a choice without a number")
-            choice = self._choices.setdefault(index, {"index": index})
-            self._dialect.add(choice, {name: value for name, value in part.items() if name != "index"})
+            self._dialect.add(self._choices.setdefault(index, {"index": index}), part)
 
     def usage(self) -> dict[str, int]:
         return usage_of(self._usage)

@@ -83,6 +83,11 @@ def kept_items(message: bytes) -> list[bytes]:
     return [b"\n".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True)]
 
 
+def is_kept(message: bytes) -> bool:
+    """Whether it has the form of a kept item."""
+    return b"\n{" in message
+
+
 def read_only(prompt: int | None = None) -> dict[str, int]:
     """Usage of an embedding: prompt tokens, none of them cached, and no output."""
     return {} if prompt is None else {"prompt": prompt, "output": 0, "cached": 0}
