@@ -188,6 +188,10 @@ class Flights(Generic[AnyFlight]):
     def __len__(self) -> int:
         return len(self._under_way)
 
+    def values(self) -> list[AnyFlight]:
+        """All of them."""
+        return [found.flight for found in self._under_way.values()]
+
     def get(self, key: bytes, oldest: float | None = None) -> AnyFlight | None:
         """The flight to join, if it took off at ``oldest`` (unix seconds) or later and nothing was purged since."""
         found = self._under_way.get(key)

@@ -34,7 +34,7 @@ async def clean(bench: Bench) -> None:
     """Nothing is left of any flight, call or admission."""
     await bench.at_rest()
     runtime = bench.gateway.app.runtime
-    assert runtime.flights == {}
+    assert not runtime.flights
     assert [member.in_flight for member in runtime.pool.members] == [0] * len(runtime.pool.members)
     assert runtime.tenants._open.usage.concurrent == 0
 
