@@ -165,6 +165,8 @@ class ChunkCollector(EventCollector):
         parts = data["choices"] if data.get("choices") and not nothing else ()
         for field in _OF_ONE_CHUNK:
             data.pop(field, None)
+        if is_padding(data.get("p")):
+            del data["p"]
         if data != self._repeated:
             merge_constant(self._top, data)
             self._repeated = data
@@ -190,6 +192,11 @@ class ChunkCollector(EventCollector):
     def _says_nothing(self, data: Mapping[str, Any]) -> bool:
         parts = data.get("choices") or []
         return isinstance(parts, list) and all(isinstance(p, dict) and self._dialect.is_empty(p) for p in parts)
+
+
+def is_padding(value: object) -> bool:
+    """Mistral and others pad each chunk with the beginning of the alphabet (and more), against guessing by length."""
+    return isinstance(value, str) and "abcdefghijklmnopqrstuvwxyz".startswith(value[:26])
 
 
 def _without_identity(message: dict[str, Any]) -> bytes:

@@ -233,6 +233,13 @@ def test_fields_of_the_whole_answer_may_come_in_any_chunk() -> None:
     assert "obfuscation" not in message and "id" not in message and "created" not in message
 
 
+def test_padding_is_no_part_of_the_answer() -> None:
+    raw = sse(chunk(part(content="Hi"), p="abcdefg"), chunk(part("stop"), p="abcdefghijklmnopqrstuvwxyz0123"), DONE)
+    assert "p" not in joined(CHAT, raw)
+    answer = collect(CHAT, sse(chunk(part(content="Hi"), p="x"), chunk(part("stop"), p="y"), DONE))[0]
+    assert "'p' came twice" in answer.outcome.fault
+
+
 def test_whole_numbers_of_any_size_keep_every_digit() -> None:
     raw = sse(chunk(part(content="Hi", x_seed=1))).replace(b'"x_seed":1', b'"x_seed":123456789012345678901234567890')
     answer = collect(CHAT, raw + sse(chunk(part("stop")), DONE))[0]
