@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ import pytest
 
 from gateway.dialects import DIALECTS
 from tests.gateway.dialects.reading import collect, plain_of, stream_of
+from tests.harness import running_gateway
 
 TEXT = "OpenAI was founded in December 2015."
 CHAT, COMPLETIONS = DIALECTS["/v1/chat/completions"], DIALECTS["/v1/completions"]
@@ -81,3 +83,19 @@ def test_an_answer_that_is_to_be_kept_upstream_is_left_to_it(store: bool | None)
 def test_plain_endpoints_have_no_curated_answers() -> None:
     for path in ("/v1/embeddings", "/v1/messages/count_tokens"):
         assert DIALECTS[path].curated({"model": "m", "input": "?"}, "m", TEXT) is None
+
+
+@ALL
+async def test_the_gateway_answers_by_hand_in_every_dialect(dialect: Any, tmp_path: Path) -> None:
+    faq = tmp_path / "faq.yaml"
+    faq.write_text(f"- ask: ['When was OpenAI founded?']\n  answer: {TEXT}\n")
+    body = orjson.loads(orjson.dumps(ASKED[dialect.name]).replace(b'"?"', b'"when was openai founded"'))
+    async with running_gateway({"engine": "off", "faq": {"path": str(faq)}}) as gateway:
+        plain = await gateway.client.post(dialect.path, json=body)
+        streamed = await gateway.client.post(dialect.path, json={**body, "stream": True})
+        other = await gateway.client.post(dialect.path, json={**body, "tools": [{"name": "f"}]})
+    assert plain.headers["cache-status"] == "warmgate; hit; detail=faq"
+    assert TEXT in plain.text
+    message = collect(dialect, streamed.content)[0].message
+    assert message is not None and TEXT.encode() in message
+    assert other.status_code == 502
