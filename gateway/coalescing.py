@@ -128,6 +128,7 @@ class Coalescing:
                 pieces = [piece.asked async for piece in flight.pieces(token)]
                 landed = await flight.result()
                 row.usage, row.reason = landed.answer.usage, landed.reason or row.reason
+                exchange.computed = landed.answer.message
                 headers.append((b"cache-status", _status(plan, fwd, landed, collapsed=collapsed)))
                 return Response(head.status, headers, b"".join(pieces))
             headers.append((b"cache-status", _status(plan, fwd, None, collapsed=collapsed)))
@@ -170,6 +171,7 @@ class Coalescing:
 def _landed(exchange: Exchange, landed: Landed) -> None:
     """The caller has, or is about to have, all there is."""
     exchange.complete, row = True, exchange.row
+    exchange.computed = landed.answer.message
     row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason or row.reason
     if landed.failure:
         row.outcome = "error"

@@ -24,6 +24,8 @@ class Exchange:
         )
         self.began = clock.monotonic()
         self.complete = False  # a streamed answer has been handed over to its end
+        self.held_out: bytes | None = None  # the kept message, where this would have been a hit (`gateway.holdout`)
+        self.computed: bytes | None = None  # the message that an upstream made for this request
 
     def refusal(self, status: int, message: str, code: str | None, headers: Headers | None = None) -> Response:
         """An error of our own, in the form of the API that was asked."""

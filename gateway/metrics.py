@@ -72,6 +72,9 @@ class _Scrape(Collector):
         yield self._counter("warmgate_slo_judged", "Requests measured against a service level.", c.SLO_JUDGED)
         yield self._counter("warmgate_slo_met", "Requests that met it.", c.SLO_MET)
         yield self._counter("warmgate_slo_met_tokens", "Output tokens of requests that met it.", c.SLO_MET_TOKENS)
+        yield self._counter("warmgate_held_out", "Hits sent upstream all the same, to measure.", c.HELD_OUT)
+        yield self._counter("warmgate_held_out_judged", "Of them, those whose answers compare.", c.HELD_OUT_JUDGED)
+        yield self._counter("warmgate_held_out_agreed", "Of those, the ones that agreed.", c.HELD_OUT_AGREED)
         yield self._histogram(
             "warmgate_request_seconds", "From arrival to the last byte.", c.LATENCY_US, c.FIRST_LATENCY, c.FIRST_TTFT
         )

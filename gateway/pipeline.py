@@ -5,6 +5,7 @@ dialect.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from functools import partial
 
 from cache.response.entry import BadEntry, Entry
@@ -14,6 +15,7 @@ from gateway.dialects.embeddings import Embeddings
 from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
 from gateway.hit import hit_headers, kept_response
+from gateway.holdout import agreement
 from gateway.http import JSON, Request, Response, begun
 from gateway.ledger import SAVED, Outcome
 from gateway.passthrough import list_models, pass_through
@@ -111,6 +113,8 @@ class Pipeline:
                 else:
                     if state == "revalidate":
                         self._coalescing.refresh(exchange, plan)
+                    if state == "fresh" and not plan.directives.only_if_cached and runtime.holdout.due():
+                        return await self._hold_out(exchange, plan, entry)
                     hit = self._hit(exchange, plan, entry, "exact" if state == "fresh" else "stale")
                     if hit is not None:
                         return hit
@@ -122,6 +126,27 @@ class Pipeline:
         if not plan.verdict.cacheable:
             fwd, row.reason = "bypass", plan.verdict.reason
         return await self._coalescing.answer(exchange, plan, fwd, lambda: self._spare(exchange, plan, stale))
+
+    async def _hold_out(self, exchange: Exchange, plan: Plan, entry: Entry) -> Response:
+        """Sends upstream what could have been answered; the kept answer serves should that fail."""
+        exchange.held_out, exchange.row.reason = b"" if plan.sampled else entry.message, "held out"
+        alone = replace(plan, lifetime=replace(plan.lifetime, ttl=0.0))  # neither joined nor stored
+
+        def kept() -> Response | None:
+            exchange.held_out, exchange.row.reason = None, "held out, upstream failed"
+            return self._hit(exchange, plan, entry, "exact")
+
+        try:
+            response = await self._coalescing.answer(exchange, alone, "request", kept)
+        except Denied:  # nobody serves the model any more
+            if (hit := kept()) is None:
+                raise
+            return hit
+        if response.status >= 400 and (hit := kept()) is not None:
+            if not isinstance(response.body, bytes):
+                await response.body.aclose()
+            return hit
+        return response
 
     def _spare(self, exchange: Exchange, plan: Plan, stale: Entry | None) -> Response | None:
         """The stale answer, if it may serve now that the upstream has failed, and nothing was purged meanwhile."""
@@ -183,4 +208,6 @@ class Pipeline:
             runtime.tenants.release(exchange.caller, row.usage)
         if row.outcome in SAVED and row.ttft is None:
             row.ttft = row.latency
+        if exchange.held_out is not None and row.outcome == "miss" and status == 200:
+            row.held_out = agreement(exchange.held_out, exchange.computed) if exchange.held_out else "unjudged"
         runtime.ledger.record(row)

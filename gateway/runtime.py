@@ -26,6 +26,7 @@ from cache.stores.memory import MemoryStore
 from cache.stores.redis import RedisStore
 from gateway.clock import Clock, SystemClock
 from gateway.config import Config
+from gateway.holdout import HoldOut
 from gateway.ledger import Ledger
 from gateway.ledger.settings import load_prices, service_levels
 from gateway.plan import Plan, Planner
@@ -84,6 +85,7 @@ class Runtime:
             self.ledger.spent,
         )
         self.ledger.apply(self._prices(), service_levels(config))
+        self.holdout = HoldOut(config.cache.holdout)
         self.read_faq()
         self._changed()
 

@@ -101,6 +101,8 @@ class Shortcut:
         now = runtime.clock.time()
         if runtime.generations.fresh_until(entry.generations, entry.born, entry.expires) <= now:
             return None
+        if runtime.holdout.left == 0:
+            return None  # this hit is to be sent upstream
         try:
             if slot.ready is None or (slot.message is not entry.message and slot.message != entry.message):
                 slot.ready, slot.message = ready(plan, entry.message), entry.message
@@ -114,6 +116,7 @@ class Shortcut:
         )
         took = runtime.clock.monotonic() - began
         runtime.tenants.release(caught.caller, entry.usage)
+        runtime.holdout.left -= 1
         runtime.ledger.record(
             Row(
                 at=now,

@@ -200,7 +200,7 @@ class Cache(Section):
     sampled: Sampled = "never"  # requests with temperature above 0 or absent
     store_finish: tuple[Text, ...] = ("stop", "tool_calls")
     rules: tuple[CacheRule, ...] = ()
-    holdout: Share = 0.0  # share of hits that are recomputed, to measure what was saved
+    holdout: Share = 0.01  # share of hits that are recomputed, to measure what was saved
 
 
 class Limits(Section):

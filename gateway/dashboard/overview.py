@@ -9,12 +9,14 @@ from typing import Any
 
 from gateway.ledger import OUTCOMES, SAVED, query
 from gateway.ledger import counters as c
-from gateway.ledger.query import Scope, Sum
+from gateway.ledger.query import HeldOut, Scope, Sum
 from gateway.ledger.report import Line, figures, hit_rates, merged
 from gateway.ledger.schema import MINUTE
 from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
 from gateway.vitals import Vitals, unpacked, vitals
+from policies import savings
+from policies.pricing import PICO
 
 MINUTES, HOURS, DAYS = 60, 3600, 86_400
 RANGES: dict[str, tuple[int, int, float]] = {
@@ -90,6 +92,7 @@ def _found(connection: Connection, asked: Asked, now: float) -> dict[str, Any]:
         "tenants": _lines(groups, ("tenant",)),
         "by_upstream": _lines(groups, ("upstream",)),
         "series": _series(steps, range(since, until, step)),
+        "savings": _savings(query.held_out(connection, scope), groups),
         "reasons": query.reasons(connection, scope)[:REASONS],
         "recent": query.rows(connection, Scope(since, until, asked.where), RECENT),
         "questions": query.questions(connection, scope, REASONS),
@@ -117,6 +120,30 @@ def _one(groups: Iterable[Sum], by: Sequence[str]) -> Line:
 def _with_rates(outcomes: dict[str, Sum]) -> Line:
     line = figures(outcomes)
     return line | hit_rates(line)
+
+
+def _savings(held_out: list[HeldOut], groups: list[Sum]) -> dict[str, Any]:
+    """What a hit saves, from the hits that were sent upstream all the same: estimates with their intervals.
+
+    What hits took is known of all of them, so only what the held-out ones took is estimated.
+    """
+    hits = _one([line for line in groups if line.key[0] == "exact"], _BY)
+    total = _one(groups, _BY)
+    latency = savings.mean([one.latency for one in held_out])
+    found = {
+        "seconds": latency.less(hits["latency_mean"]) if latency and hits["latency_mean"] is not None else None,
+        "tokens": savings.mean([one.tokens for one in held_out if one.tokens is not None]),
+        "usd": savings.mean([one.cost / PICO for one in held_out if one.cost is not None]),
+    }
+    agreement = savings.share(total["held_out_agreed"], total["held_out_judged"])
+    return {
+        "held_out": total["held_out"],
+        "hits": hits["requests"],
+        "judged": total["held_out_judged"],
+        "agreement": agreement,
+        "per_hit": found,
+        "in_all": {name: each.times(hits["requests"]) if each else None for name, each in found.items()},
+    }
 
 
 def _series(steps: list[Sum], moments: range) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from gateway.ledger.counters import (
     COST_PICO,
     FIRST_LATENCY,
     FIRST_TTFT,
+    HELD_OUT,
+    HELD_OUT_AGREED,
+    HELD_OUT_JUDGED,
     LATENCY_US,
     OUTPUT,
     REQUESTS,
@@ -149,12 +152,17 @@ class Book:
                 count[UNKNOWN_SAVED] += 1
             else:
                 count[SAVED_PICO] += cost
+        if row.held_out:
+            count[HELD_OUT] += 1
+            count[HELD_OUT_JUDGED] += row.held_out != "unjudged"
+            count[HELD_OUT_AGREED] += row.held_out == "agrees"
         if self._slos:
             self._judge(row, used, count)
         if row.reason:
             key = (int(self._begin), self._known(group), self._reason(row.reason))
             self._pages.reasons[key] = self._pages.reasons.get(key, 0) + 1
         if not saved or self._hits_kept < HITS_KEPT:
+            row.cost = cost
             self._keep(row, saved)
 
     def spent(self, call: Call) -> None:
@@ -291,6 +299,6 @@ def reports_of(rows: Iterable[Row]) -> list[tuple[object, ...]]:
         counts = (used.prompt, used.cached, used.output) if used is not None else (None, None, None)
         names = (row.tenant, clean(row.model, _LABEL), row.endpoint, row.upstream, row.outcome)
         times = (row.stream, row.status, row.latency, row.ttft)
-        texts = (clean(row.reason, _LABEL), row.request_id, clean(row.prompt, _PROMPT))
+        texts = (clean(row.reason, _LABEL), row.request_id, clean(row.prompt, _PROMPT), row.held_out, row.cost)
         lines.append((row.at + row.latency, *names, *times, *counts, *texts))
     return lines

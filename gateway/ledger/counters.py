@@ -33,6 +33,9 @@ COUNTED = (
     "slo_judged",
     "slo_met",
     "slo_met_tokens",
+    "held_out",  # hits that were sent upstream all the same
+    "held_out_judged",  # of them, those whose answer can be compared
+    "held_out_agreed",
     "latency_us",
     "ttft_us",
 )
@@ -59,6 +62,9 @@ COLUMNS = (*COUNTED, *LATENCY, *TTFT)
     SLO_JUDGED,
     SLO_MET,
     SLO_MET_TOKENS,
+    HELD_OUT,
+    HELD_OUT_JUDGED,
+    HELD_OUT_AGREED,
     LATENCY_US,
     TTFT_US,
 ) = range(len(COUNTED))

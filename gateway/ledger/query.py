@@ -153,6 +153,25 @@ def _sum(row: tuple[Any, ...], parts: int) -> Sum:
     return Sum(tuple(row[1 : 1 + parts]), row[0], counts)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One hit that was sent upstream: seconds, tokens (prompt and output) and pico-dollars it took, None if unknown."""
+
+    latency: float
+    tokens: int | None
+    cost: int | None
+
+
+def held_out(connection: sqlite3.Connection, scope: Scope) -> list[HeldOut]:
+    """The held-out requests among the kept rows."""
+    conditions = ["held_out != ''", "ended >= ?", "ended < ?", *(f"{name} = ?" for name in scope.where)]
+    found = connection.execute(
+        f"SELECT latency, prompt_tokens + output_tokens, cost_pico FROM rows WHERE {' AND '.join(conditions)}",
+        (scope.since, scope.until, *scope.where.values()),
+    )
+    return [HeldOut(*row) for row in found]
+
+
 def questions(connection: sqlite3.Connection, scope: Scope, limit: int) -> list[dict[str, Any]]:
     """The commonest prompts among the kept rows; empty unless prompts are stored."""
     conditions = ["prompt != ''", "ended >= ?", "ended < ?", *(f"{name} = ?" for name in scope.where)]

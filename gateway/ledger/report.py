@@ -70,6 +70,9 @@ def figures(outcomes: dict[str, Sum]) -> Line:
         "slo_judged": every[c.SLO_JUDGED],
         "slo_met": every[c.SLO_MET],
         "slo_met_tokens": every[c.SLO_MET_TOKENS],
+        "held_out": every[c.HELD_OUT],
+        "held_out_judged": every[c.HELD_OUT_JUDGED],
+        "held_out_agreed": every[c.HELD_OUT_AGREED],
         **_times("latency", every[c.LATENCY_US], every[c.FIRST_LATENCY : c.FIRST_TTFT]),
         **_times("ttft", every[c.TTFT_US], every[c.FIRST_TTFT :]),
     }

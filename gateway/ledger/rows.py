@@ -20,7 +20,8 @@ class Row:
     """One request. Times in seconds: ``at`` since 1970, ``latency`` and ``ttft`` from arrival by a monotonic clock.
 
     ``usage`` is what the caller was told (keys ``prompt``, ``output``, ``cached``, ``cache_write``); None where it is
-    unknown.
+    unknown. ``held_out``: it would have been a hit, and whether the answers agree (`gateway.holdout`). ``cost``: what
+    the answer cost or would have cost, pico-dollars, as the ledger finds; None where unknown.
     """
 
     at: float
@@ -37,6 +38,8 @@ class Row:
     reason: str = ""
     request_id: str = ""
     prompt: str = ""
+    held_out: str = ""
+    cost: int | None = None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gateway.ledger.counters import COLUMNS
 
-VERSION = 1
+VERSION = 2
 MINUTE, HOUR = 60, 3600
 SPANS = (HOUR, 15 * MINUTE, MINUTE)
 """Lengths of the buckets that counters are kept in, seconds, each a multiple of the next."""
@@ -16,7 +16,7 @@ GROUP = ("tenant", "model", "endpoint", "upstream", "outcome", "stream")
 """What counters are kept apart by."""
 ROW = (
     *("ended", "tenant", "model", "endpoint", "upstream", "outcome", "stream", "status", "latency", "ttft"),
-    *("prompt_tokens", "cached_tokens", "output_tokens", "reason", "request_id", "prompt"),
+    *("prompt_tokens", "cached_tokens", "output_tokens", "reason", "request_id", "prompt", "held_out", "cost_pico"),
 )
 
 _COUNTERS = ", ".join(f"{name} INTEGER NOT NULL" for name in COLUMNS)
@@ -43,8 +43,9 @@ CREATE TABLE IF NOT EXISTS rows (
     id INTEGER PRIMARY KEY, ended REAL NOT NULL, tenant TEXT NOT NULL, model TEXT NOT NULL, endpoint TEXT NOT NULL,
     upstream TEXT NOT NULL, outcome TEXT NOT NULL, stream INTEGER NOT NULL, status INTEGER NOT NULL,
     latency REAL NOT NULL, ttft REAL, prompt_tokens INTEGER, cached_tokens INTEGER, output_tokens INTEGER,
-    reason TEXT NOT NULL, request_id TEXT NOT NULL, prompt TEXT NOT NULL
+    reason TEXT NOT NULL, request_id TEXT NOT NULL, prompt TEXT NOT NULL, held_out TEXT NOT NULL, cost_pico INTEGER
 );
+CREATE INDEX IF NOT EXISTS held_out_rows ON rows (ended) WHERE held_out != '';
 CREATE TABLE IF NOT EXISTS workers (worker TEXT PRIMARY KEY, seen REAL NOT NULL, vitals TEXT NOT NULL);
 PRAGMA user_version = {VERSION};
 COMMIT;

@@ -157,12 +157,12 @@ class Store:
 
     def _set_aside(self) -> None:
         assert self.path is not None
-        aside = next(name for n in range(10_000) if not (name := Path(f"{self.path}.corrupt-{n}")).exists())
+        aside = next(name for n in range(10_000) if not (name := Path(f"{self.path}.aside-{n}")).exists())
         for suffix in ("", "-wal", "-shm"):
             file = Path(f"{self.path}{suffix}")
             if file.exists():
                 file.rename(f"{aside}{suffix}")
-        log.error("the ledger %s is corrupt; it was set aside as %s, and a new one is begun", self.path, aside.name)
+        log.error("the ledger %s cannot be read; it was set aside as %s, and a new one is begun", self.path, aside.name)
 
     def _identity(self) -> tuple[int, int] | None:
         """Which file is at the path now."""

@@ -60,7 +60,7 @@ async def count(book: Ledger) -> int:
 
 
 def set_aside(folder: Path) -> list[Path]:
-    return [file for file in folder.glob("ledger.db.corrupt-*") if file.suffix.rpartition("-")[2].isdigit()]
+    return [file for file in folder.glob("ledger.db.aside-*") if file.suffix.rpartition("-")[2].isdigit()]
 
 
 def overwrite(path: Path) -> None:

@@ -25,16 +25,20 @@ export function share(value, digits = 1) {
 
 export function dollars(value) {
   if (value === null || value === undefined) return UNKNOWN;
+  if (value < 0) return `−${dollars(-value)}`;
   if (value === 0) return "$0";
-  const digits = value >= 100 ? 0 : value >= 1 ? 2 : value >= 0.01 ? 3 : 6;
-  return value >= 10_000 ? `$${short.format(value)}` : `$${value.toFixed(digits).replace(/(\.\d*?[1-9])0+$/, "$1")}`;
+  if (value >= 1) return value >= 10_000 ? `$${short.format(value)}` : `$${value.toFixed(value >= 1000 ? 0 : 2)}`;
+  const digits = Math.min(9, 2 - Math.floor(Math.log10(value)));
+  return `$${value.toFixed(digits).replace(/\.?0+$/, "")}`;
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value < 0) return `−${seconds(-value)}`;
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
   if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  return value < 60 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${(value / 60).toFixed(1)} min`;
+  if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  return value < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
 }
 
 export function bytes(value) {

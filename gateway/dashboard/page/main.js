@@ -95,6 +95,8 @@ function draw(data) {
   }
   show($("slo-card"), data.slo.length > 0);
   $("slo").replaceChildren(parts.goodput(data));
+  show($("savings-card"), data.savings.held_out > 0);
+  $("savings").replaceChildren(parts.savings(data));
   show($("questions-card"), data.questions.length > 0);
   $("questions").replaceChildren(parts.questions(data));
   $("recent-note").textContent = data.total.hits ? "of hits a sample, of all others each" : "";

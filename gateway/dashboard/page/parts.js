@@ -102,6 +102,20 @@ export function goodput(data) {
   ], data.slo);
 }
 
+/* What hits save, as measured on those that were sent upstream all the same. */
+export function savings(data) {
+  const { held_out, hits, judged, agreement, per_hit, in_all } = data.savings;
+  const between = (each, format) => (each ? h("span", {}, format(each.value), h("span", { className: "sub" }, ` (${format(each.low)} to ${format(each.high)})`)) : "not enough yet");
+  const lines = [["Time", per_hit.seconds, in_all.seconds, seconds], ["Tokens", per_hit.tokens, in_all.tokens, count], ["Money", per_hit.usd, in_all.usd, dollars]];
+  const differs = agreement && agreement.high < 0.95;
+  return h("div", {}, table("Savings with 95 % confidence intervals", [
+    { label: "", cell: (l) => l[0] },
+    { label: "A hit saves", cell: (l) => between(l[1], l[3]) },
+    { label: `All ${count(hits)} exact hits saved`, cell: (l) => between(l[2], l[3]) },
+  ], lines), h("p", { className: "sub" }, `${count(held_out)} hits were sent upstream all the same, to measure. `,
+    agreement ? h("span", { className: differs ? "badge bad" : "" }, `Of ${count(judged)} answers, ${share(agreement.value)} agreed with the kept one (${share(agreement.low)} to ${share(agreement.high)}).`) : null));
+}
+
 export function recent(data) {
   const many = data.viewer.tenant === null && data.choices.tenants.length > 1;
   return table("Recent requests, the newest first", [

@@ -1,0 +1,63 @@
+"""The hold-out: a small random share of hits is really sent upstream, so that what the cache saves is measured, not
+supposed, and so that it shows whether the answers still agree.
+
+The caller gets the new answer, or the kept one should the upstream fail. Nothing of it is stored: what is measured must
+not be changed by the measuring. Curated answers are the operator's own word and are never held out.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, Literal
+
+import orjson
+
+Agreement = Literal["agrees", "differs", "unjudged"]
+
+_INCIDENTAL = frozenset(
+    ("id", "created", "created_at", "usage", "system_fingerprint", "service_tier", "call_id", "item_id", "request_id")
+)
+"""Fields that differ between two equal answers."""
+
+
+class HoldOut:
+    """Picks hits at random distances, on average one in ``1 / share``. ``left``: hits until the next one."""
+
+    def __init__(self, share: float, chance: random.Random | None = None) -> None:
+        self._share = share
+        self._chance = chance or random.Random()
+        self.left = self._distance()
+
+    def due(self) -> bool:
+        """Counts a hit, and says whether it is to be sent upstream."""
+        if self.left > 0:
+            self.left -= 1
+            return False
+        self.left = self._distance()
+        return True
+
+    def _distance(self) -> int:
+        """Half to one and a half times the mean, so that a process does not begin with a hit that is none."""
+        if self._share <= 0:
+            return sys.maxsize
+        return round(self._chance.uniform(0.5, 1.5) / self._share) - 1
+
+
+def agreement(kept: bytes, new: bytes | None) -> Agreement:
+    """Whether two messages (plain forms of one dialect) say the same."""
+    if new is None:
+        return "unjudged"
+    if kept == new:
+        return "agrees"
+    try:
+        return "agrees" if _bare(orjson.loads(kept)) == _bare(orjson.loads(new)) else "differs"
+    except orjson.JSONDecodeError:
+        return "unjudged"
+
+
+def _bare(value: Any) -> Any:
+    """Without what is incidental, and without nulls, which a stream leaves out."""
+    if isinstance(value, dict):
+        return {name: _bare(item) for name, item in value.items() if name not in _INCIDENTAL and item is not None}
+    return [_bare(item) for item in value] if isinstance(value, list) else value
