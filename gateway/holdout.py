@@ -21,13 +21,25 @@ _INCIDENTAL = frozenset(
 """Fields that differ between two equal answers."""
 
 
+PATIENCE = 60.0
+"""Seconds after which a held-out hit is answered from the cache after all."""
+_FARTHEST = 64  # times the usual distance, while the upstream fails
+
+
 class HoldOut:
     """Picks hits at random distances, on average one in ``1 / share``. ``left``: hits until the next one."""
 
     def __init__(self, share: float, chance: random.Random | None = None) -> None:
         self._share = share
         self._chance = chance or random.Random()
+        self._stretch = 1
         self.left = self._distance()
+
+    def went(self, well: bool) -> None:
+        """How the last one went: while the upstream fails, hits are left alone more and more."""
+        self._stretch = 1 if well else min(2 * self._stretch, _FARTHEST)
+        if not well:
+            self.left = self._distance()
 
     def due(self) -> bool:
         """Counts a hit, and says whether it is to be sent upstream."""
@@ -41,7 +53,7 @@ class HoldOut:
         """Half to one and a half times the mean, so that a process does not begin with a hit that is none."""
         if self._share <= 0:
             return sys.maxsize
-        return round(self._chance.uniform(0.5, 1.5) / self._share) - 1
+        return round(self._chance.uniform(0.5, 1.5) / self._share * self._stretch) - 1
 
 
 def agreement(kept: bytes, new: bytes | None) -> Agreement:

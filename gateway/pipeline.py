@@ -4,6 +4,7 @@ dialect.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from gateway.dialects.embeddings import Embeddings
 from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
 from gateway.hit import hit_headers, kept_response
-from gateway.holdout import agreement
+from gateway.holdout import PATIENCE, agreement
 from gateway.http import JSON, Request, Response, begun
 from gateway.ledger import SAVED, Outcome
 from gateway.passthrough import list_models, pass_through
@@ -133,19 +134,24 @@ class Pipeline:
         alone = replace(plan, lifetime=replace(plan.lifetime, ttl=0.0))  # neither joined nor stored
 
         def kept() -> Response | None:
+            hold_out.went(well=False)
             exchange.held_out, exchange.row.reason = None, "held out, upstream failed"
             return self._hit(exchange, plan, entry, "exact")
 
+        hold_out = self._runtime.holdout
         try:
-            response = await self._coalescing.answer(exchange, alone, "request", kept)
-        except Denied:  # nobody serves the model any more
+            async with asyncio.timeout(PATIENCE):
+                response = await self._coalescing.answer(exchange, alone, "request", kept)
+        except (Denied, TimeoutError) as error:  # nobody serves the model any more, or not in reasonable time
             if (hit := kept()) is None:
-                raise
+                raise UpstreamError("timeout", str(error), sent=True) from None
             return hit
         if response.status >= 400 and (hit := kept()) is not None:
             if not isinstance(response.body, bytes):
                 await response.body.aclose()
             return hit
+        if exchange.held_out is not None:
+            hold_out.went(well=True)
         return response
 
     def _spare(self, exchange: Exchange, plan: Plan, stale: Entry | None) -> Response | None:

@@ -123,7 +123,31 @@ async def test_the_kept_answer_serves_when_the_upstream_does_not(failure: Any) -
         line = await totals(running)
         assert (line["requests"], line["hits"], line["held_out"]) == (2, 1, 0)
         await u.stop()
+        for _ in range(10):
+            assert (await ask(running))[0] == first
+
+
+async def test_an_upstream_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.pipeline.PATIENCE", 0.1)
+    async with StubUpstream() as u, gateway(u) as running:
+        first, _ = await ask(running)
+        u.reply(answer().delayed(30))
         assert (await ask(running))[0] == first
+        assert u.n == 2
+
+
+def test_while_the_upstream_fails_hits_are_left_alone_more_and_more() -> None:
+    hold_out = HoldOut(0.1, random.Random(1))
+    distances = []
+    for _ in range(10):
+        hold_out.went(well=False)
+        distances.append(hold_out.left)
+    assert distances[0] < 40 < 100 < distances[5]
+    assert max(distances) < 1000
+    hold_out.went(well=True)
+    while not hold_out.due():
+        pass
+    assert hold_out.left < 20
 
 
 async def test_neither_curated_answers_nor_those_asked_for_from_the_cache_are_held_out(tmp_path: Path) -> None:
