@@ -10,7 +10,7 @@ from cache.response.canonical import respell
 from gateway.dialects.base import Answer, Dialect, Piece, Rendered, Unjoinable
 from gateway.dialects.events import EventCollector
 from gateway.dialects.joining import load, merge_constant, settle
-from gateway.dialects.openai import EXCLUDED, error_body, usage_of
+from gateway.dialects.openai import EXCLUDED, VARY, error_body, usage_of
 from gateway.ids import unique
 from gateway.sse import Event, frame
 from policies.cacheability import Outcome
@@ -26,6 +26,7 @@ class ChoicesDialect(Dialect):
     """Base of the two dialects with ``choices``."""
 
     excluded = EXCLUDED
+    vary = VARY
     answer_object: str
     chunk_object: str
     id_prefix: str

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from gateway.dialects.base import Answer
-from gateway.dialects.openai import counts, error_body
+from gateway.dialects.openai import VARY, counts, error_body
 from gateway.dialects.plain import PlainDialect
 from gateway.sse import frame
 from policies.cacheability import Ask, Outcome
@@ -28,6 +28,7 @@ class Embeddings(PlainDialect):
 
     name = "embeddings"
     path = "/v1/embeddings"
+    vary = VARY
     excluded = {  # noqa: RUF012 (a constant of the class, as in every dialect)
         "user": "bookkeeping of the provider",
         "cache_salt": "replaced by the gateway's own",

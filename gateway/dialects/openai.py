@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+VARY = ("openai-beta",)
+
 EXCLUDED = {
     "stream": "delivery: one entry serves both forms",
     "stream_options": "delivery",

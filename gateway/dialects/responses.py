@@ -19,7 +19,7 @@ from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
 from gateway.dialects.hints import prompt_cache_key
 from gateway.dialects.joining import load
-from gateway.dialects.openai import EXCLUDED, error_body, usage_of
+from gateway.dialects.openai import EXCLUDED, VARY, error_body, usage_of
 from gateway.dialects.response_events import response_events
 from gateway.ids import unique
 from gateway.sse import frame
@@ -42,6 +42,7 @@ class Responses(Dialect):
 
     name = "responses"
     path = "/v1/responses"
+    vary = VARY
     excluded: ClassVar = {name: f"{why}; echoed afresh" if name in _ECHOED else why for name, why in EXCLUDED.items()}
 
     def ask(self, body: Mapping[str, Any]) -> Ask:

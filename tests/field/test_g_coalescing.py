@@ -188,8 +188,8 @@ async def test_o47_slow_followers_get_it_all_and_do_not_slow_the_leader(bench: B
             got += piece
             if late is None and len(got) > 1_000_000:
                 late = asyncio.create_task(ask(bench, STREAMED))
-            for flight in bench.gateway.app.runtime.flights.values():
-                assert flight._held <= gateway.relay.BOUND + gateway.relay.WINDOW
+            for under_way in bench.gateway.app.runtime.flights._under_way.values():
+                assert under_way.flight._held <= gateway.relay.BOUND + gateway.relay.WINDOW
     assert len(text_of_stream(got)) == 2_000_000, "the leader is done though the others have read next to nothing"
     assert late is not None
     assert len(await late) == 2_000_000
