@@ -50,6 +50,7 @@ class _Work:
     stale: dict[Identity, Entry] = field(default_factory=dict)
     recalled: int = 0
     joined: bool = False
+    stored: bool = False
 
     @property
     def new(self) -> list[Identity]:
@@ -83,7 +84,9 @@ class Batches:
                 return response
             if others:
                 await asyncio.wait(others.values())
-                work.have |= {i: f.result() for i, f in others.items() if not f.cancelled()}
+                work.have |= {
+                    i: f.result() for i, f in others.items() if not f.cancelled() and self._serves(work, f.result())
+                }
                 work.joined = True
         return self._whole(work)
 
@@ -98,13 +101,22 @@ class Batches:
                 if found is None or not is_kept(found.entry.message):
                     continue
                 entry, directives = found.entry, work.plan.directives
-                age = max(0.0, now - entry.born)
-                expires = runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)
-                state = freshness(age, expires - now, 0.0, directives)
-                if state != "expired":
+                age, expires_in = self._times(entry)
+                if freshness(age, expires_in, 0.0, directives) != "expired":
                     work.have[identity] = entry
-                elif serves_after_error(age, expires - now, work.plan.lifetime.if_error, directives):
+                elif serves_after_error(age, expires_in, work.plan.lifetime.if_error, directives):
                     work.stale[identity] = entry
+
+    def _times(self, entry: Entry) -> tuple[float, float]:
+        """Its age, and in how many seconds it expires."""
+        now = self._runtime.clock.time()
+        expires = self._runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)
+        return max(0.0, now - entry.born), expires - now
+
+    def _serves(self, work: _Work, entry: Entry) -> bool:
+        """Whether an item that somebody else asked for is new enough: nothing was purged since, for one thing."""
+        alive = self._runtime.generations.alive(entry.generations, entry.born)
+        return alive and freshness(*self._times(entry), 0.0, work.plan.directives) != "expired"
 
     async def _ask(self, work: _Work, new: list[Identity]) -> Response | None:
         """Has an upstream compute items, for this caller and whoever waits. A response: to be passed on as it is."""
@@ -131,6 +143,8 @@ class Batches:
         plans = {i: replace(work.plan, identity=i) for i in new}
         stamps = {i: runtime.generations.stamp(plan.scopes) for i, plan in plans.items()}
         row.outcome = "miss"
+        for identity in new if work.plan.may_keep else ():
+            runtime.keeper.sight(identity.key)
         try:
             head, landed, body = await self._fly(work, new, everything)
         except UpstreamError:
@@ -153,6 +167,7 @@ class Batches:
         tokens = landed.answer.usage.get("prompt")
         counted = shares(tokens, [work.wanted[i] for i in new]) if tokens is not None else [None] * len(new)
         now = runtime.clock.time()
+        work.stored = work.plan.may_keep
         for identity, kept, count in zip(new, kept_items(message), counted, strict=True):
             entry = Entry(
                 fingerprint=identity.fingerprint,
@@ -167,7 +182,9 @@ class Batches:
                 usage={} if count is None else {"prompt": count},
             )
             work.have[identity] = entry
-            if work.plan.may_keep and len(kept) <= runtime.config.cache.max_entry:
+            if not runtime.keeper.admits(identity.key) or len(kept) > runtime.config.cache.max_entry:
+                work.stored = False
+            elif work.plan.may_keep:
                 runtime.keeper.keep(identity.key, entry, now)
         if everything:
             stored = b"; stored" if work.plan.may_keep else b""
@@ -213,7 +230,7 @@ class Batches:
         if row.outcome == "miss":
             detail = b'"%d/%d items"' % (work.recalled, len(work.wanted))
             fwd = b"partial" if work.recalled else b"uri-miss"
-            stored = b"; stored" if work.plan.may_keep else b""
+            stored = b"; stored" if work.stored else b""
             status = b"warmgate; fwd=%s%s; detail=%s" % (fwd, stored, detail)
             upstream = (b"x-warmgate-upstream", row.upstream.encode())
             return Response(200, [JSON, (b"cache-status", status), upstream], body)

@@ -33,6 +33,8 @@ class Coalescing:
 
     async def answer(self, exchange: Exchange, plan: Plan, fwd: str, spare: Spare) -> Response:
         """``fwd``: why the cache could not (RFC 9211). Raises `Denied`, `UpstreamError`, `EncodingError`."""
+        if plan.may_keep:
+            self._runtime.keeper.sight(plan.identity.key)
         try:
             members = await self.route(exchange, plan)
             for _ in range(2):  # a flight in the other form may bring nothing of use; then the next is tried

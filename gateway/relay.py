@@ -134,7 +134,7 @@ class Relay:
                 if response.status in RETRY_ELSEWHERE and not last:
                     response.close()
                     continue
-                keep = partial(self._keep, plan, born, stamped)
+                keep = partial(self._keep, plan, born, stamped, cause == "stale")
                 landed = await self._read(plan, member, response, flight, keep)
                 call.usage = call.usage or landed.answer.usage
             return landed
@@ -210,13 +210,15 @@ class Relay:
         await flight.push(Piece.same(text))
         return landed
 
-    def _keep(self, plan: Plan, born: float, stamped: dict[str, int], landed: Landed) -> Landed:
+    def _keep(self, plan: Plan, born: float, stamped: dict[str, int], renewed: bool, landed: Landed) -> Landed:
         answer = landed.answer
         if not plan.may_keep:
             return landed
         verdict = storable(answer.outcome, self._accepted)
         reason = verdict.reason
-        if verdict.cacheable and answer.message is not None:
+        if verdict.cacheable and not renewed and not self._keeper.admits(plan.identity.key):
+            reason = "asked too rarely"
+        elif verdict.cacheable and answer.message is not None:
             if len(answer.message) <= self._max_entry:
                 now = self._clock.time()
                 entry = Entry(

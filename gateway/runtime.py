@@ -75,6 +75,7 @@ class Runtime:
         self.tenants = Tenants(config, self.clock)
         self.pool = Pool(config, self.client, self.clock)
         self.planner = Planner(config, self.secret)
+        self.keeper.min_uses = config.cache.min_uses
         self.relay = Relay(
             self.planner,
             self.keeper,

@@ -7,19 +7,33 @@ import asyncio
 from cache.response.entry import Entry, encode
 from cache.stores.breaker import GuardedStore
 from cache.stores.memory import MemoryStore
+from policies.admission import Sightings
 
 MAX_WRITES_IN_FLIGHT = 1024
 """Writes to the shared store that may wait at once; beyond it an answer stays in memory only."""
 
 
 class Keeper:
-    """Writes entries. ``skipped`` counts shared writes given up because too many were waiting."""
+    """Writes entries, from the ``min_uses``-th sighting of a question on. ``skipped`` counts shared writes given up
+    because too many were waiting.
+    """
 
     def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None) -> None:
         self._memory = memory
         self._shared = shared
         self._writes: set[asyncio.Task[bool]] = set()
         self.skipped = 0
+        self.min_uses = 1
+        self._sightings = Sightings()
+
+    def sight(self, key: bytes) -> None:
+        """Counts a question that could not be answered from the store."""
+        if self.min_uses > 1:
+            self._sightings.add(key)
+
+    def admits(self, key: bytes) -> bool:
+        """Whether it has been asked often enough."""
+        return self.min_uses <= 1 or self._sightings.count(key) >= self.min_uses
 
     def keep(self, key: bytes, entry: Entry, now: float) -> None:
         """Stores an entry until its ``kept_until``, unless a newer answer is there (a slow call was overtaken)."""

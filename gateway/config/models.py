@@ -197,6 +197,7 @@ class Cache(Section):
         3600.0  # kept this long after its time for callers who accept that (max-stale, stale-if-error)
     )
     max_entry: Bytes = MIB
+    min_uses: Annotated[Count, Field(le=255)] = 1  # an answer is stored from this sighting of its question on
     sampled: Sampled = "never"  # requests with temperature above 0 or absent
     store_finish: tuple[Text, ...] = ("stop", "tool_calls")
     rules: tuple[CacheRule, ...] = ()
