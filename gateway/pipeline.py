@@ -95,6 +95,8 @@ class Pipeline:
         """Answered before? Curated answers first: they are the operator's own word."""
         runtime, row = self._runtime, exchange.row
         row.model, row.stream = plan.model.target, plan.streams
+        if runtime.stores_prompts:
+            row.prompt = plan.question
         stale: Entry | None = None
         fwd = "uri-miss" if plan.may_serve else "request"
         if plan.may_serve and (curated := runtime.curated(plan)) is not None:

@@ -70,6 +70,12 @@ class Plan:
         return self.dialect.streams(self.body)
 
     @property
+    def question(self) -> str:
+        """What its user last asked; the empty string where that is no text."""
+        asked = [turn.text for turn in self.dialect.ask(self.body).turns if turn.role == "user"]
+        return (asked[-1] or "") if asked else ""
+
+    @property
     def may_serve(self) -> bool:
         """Whether the caller takes anything but a new answer."""
         return not self.directives.no_cache and not self.directives.no_store

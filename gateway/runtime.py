@@ -87,6 +87,7 @@ class Runtime:
         )
         self.ledger.apply(self._prices(), service_levels(config))
         self.holdout = HoldOut(config.cache.holdout)
+        self.stores_prompts = config.ledger is not None and config.ledger.store_prompts
         self.read_faq()
         self._changed()
 

@@ -131,6 +131,7 @@ class Shortcut:
                 ttft=took,
                 usage=entry.usage,
                 request_id=request_id,
+                prompt=plan.question if runtime.stores_prompts else "",
             )
         )
         return answer

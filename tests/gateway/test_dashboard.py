@@ -15,8 +15,9 @@ from gateway.dashboard import live, overview, routes
 from gateway.ledger import Row
 from gateway.ledger import counters as c
 from gateway.ledger.book import Pages
+from loadtest.stub_upstream import StubUpstream
 from tests.gateway.known_traffic import COST, HITS, REQUESTS, TOLD_CALLS, after_known_traffic
-from tests.harness import FakeClock, Running, running_gateway
+from tests.harness import FakeClock, Running, running_gateway, upstream
 
 NOTHING: dict[str, Any] = {"upstreams": [], "engine": "off"}
 
@@ -97,8 +98,8 @@ async def test_the_numbers_are_the_truth(tmp_path: Path) -> None:
         reasons = {(line["outcome"], line["reason"]): line["count"] for line in seen["reasons"]}
         assert reasons["error", "caller left"] == 1
         assert sum(count for (outcome, _), count in reasons.items() if outcome == "error") == REQUESTS["error"]
-        (upstream,) = seen["upstreams"]
-        assert (upstream["name"], upstream["calls"], upstream["in_flight"]) == ("u", 13, 0)
+        (served_by,) = seen["upstreams"]
+        assert (served_by["name"], served_by["calls"], served_by["in_flight"]) == ("u", 13, 0)
         (level,) = seen["slo"]
         assert (level["model"], level["judged"], level["met"]) == ("m1", 19, 16)
         assert seen["workers"] == 1
@@ -134,6 +135,26 @@ async def test_steps_without_traffic_are_there_and_say_what_can_be_said() -> Non
             assert sum(seen["series"]["requests"]["exact"]) == 1
             assert [rate for rate in seen["series"]["hit_rate"] if rate is not None] == [1.0]
             assert seen["series"]["times"]["latency_upstream_p50"] == [None] * len(at)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_prompts_are_kept_only_when_the_operator_says_so(tmp_path: Path, stored: bool) -> None:
+    ledger = {"path": str(tmp_path / "ledger.db"), "store_prompts": stored}
+    async with (
+        StubUpstream() as u,
+        running_gateway({"upstreams": [upstream(u.url, models=["m1"])], "ledger": ledger}) as gateway,
+    ):
+        for question in ("often", "often", "often", "once"):
+            content = [{"role": "system", "content": "be brief"}, {"role": "user", "content": question}]
+            await gateway.chat({"model": "m1", "temperature": 0, "messages": content})
+            await gateway.app.runtime.keeper.drain()
+        seen = (await get(gateway)).json()
+        assert [line["prompt"] for line in seen["questions"]] == (["often", "once"] if stored else [])
+        assert seen["recent"][0]["prompt"] == ("once" if stored else "")
+        if stored:
+            assert seen["questions"][0]["count"] == 3
+        else:
+            assert all(b"often" not in file.read_bytes() for file in _files(tmp_path))
 
 
 async def test_an_empty_ledger_is_an_answer_too() -> None:
@@ -265,6 +286,10 @@ async def test_a_million_rows_are_read_in_under_a_second(tmp_path: Path) -> None
             took = asyncio.get_running_loop().time() - began
             assert seen["total"]["requests"] > 0
             assert took < 1, f"{name} took {took:.2f} s"
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.is_file()]
 
 
 def _fill(store: Any, now: int) -> None:
