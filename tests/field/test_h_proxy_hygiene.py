@@ -20,6 +20,13 @@ from tests.harness import upstream
 from tests.raw import RawConnection, post
 
 STREAMED = B | {"stream": True}
+
+
+def spoken() -> list[bytes]:
+    """A stream of a few words."""
+    return [b"data: " + orjson.dumps(delta(content=word)) + b"\n\n" for word in ("a", "b", "c", "d", "e")]
+
+
 EVERY_API = {**ASKS, "embeddings": ("/v1/embeddings", {"model": "m1", "input": "a"})}
 CODINGS = ("gzip", "br", "deflate", "zstd")
 
@@ -268,21 +275,32 @@ async def test_o51_an_answer_too_large_to_keep_is_passed_on_whole(bench: Bench, 
     assert bench.stored == 0
 
 
-@both_paths
-async def test_o51_callers_who_leave_without_reading_release_all_they_hold(bench: Bench) -> None:
-    """Derived: a second request behind a first answer that nobody reads; its answer is never begun."""
-    bench.u.reply(answer("x" * 900_000))
-    await bench.miss(B)
-    slow = answer(deltas=["y"] * 20).paced(0.05)
-    bench.u.reply(slow)
-    async with await RawConnection.open(bench.gateway.url, receive_buffer=4096) as connection:
-        connection.send(post(CHAT, orjson.dumps(B)) * 8 + post(CHAT, orjson.dumps(STREAMED | {"seed": 1})))
-        await asyncio.sleep(0.5)
-        connection.reset()
+@one_world
+@pytest.mark.parametrize("path", [CHAT, "/v1/unknown"])
+async def test_o51_a_caller_who_leaves_before_its_answer_is_begun_releases_all_it_holds(
+    bench: Bench, path: str
+) -> None:
+    """Derived: its connection is full, so that not even the head can be sent; then it is gone."""
+    bench.u.always(events(*spoken()).paced(0.2))
+    whole, asked = orjson.dumps(STREAMED), asyncio.Event()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": whole}
+
+    async def send(_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    headers = [(b"host", b"h"), (b"content-length", b"%d" % len(whole))]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    caller = asyncio.create_task(bench.gateway.app(scope, receive, send))  # type: ignore[arg-type]
+    await asked.wait()
+    caller.cancel()
+    await asyncio.wait([caller])
+    await bench.u.wait_closed(bench.u.calls[0])
     await bench.at_rest()
-    runtime = bench.gateway.app.runtime
-    assert runtime.tenants._open.usage.concurrent == 0
-    assert len(runtime.flights) == 0
+    assert bench.gateway.app.runtime.tenants._open.usage.concurrent == 0
+    assert await bench.outcomes() == {"error": 1}
 
 
 @both_paths
