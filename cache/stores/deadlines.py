@@ -9,7 +9,8 @@ from typing import Any
 
 from cache.stores.base import StoreError
 
-GRACE = 0.005  # seconds; a timer that is later than this shows that the loop was held up
+LATE = 0.005  # seconds; a timer that is later than this shows that the loop was held up
+GRACE = 0.005  # seconds that it then has to send and read what that delayed
 
 
 class Deadlines:
@@ -41,10 +42,10 @@ class Deadlines:
             self._timer = loop.call_at(when, self._due, when)
 
     def _due(self, when: float) -> None:
-        """The timer set for `when`. A loop that was held up itself first sends and reads what that delayed."""
+        """The timer set for `when`. A loop that was held up itself is given a grace, once for each call."""
         assert self._loop is not None
         queue, now = self._queue, self._loop.time()
-        late = now - when > GRACE
+        late = now - when > LATE
         while queue and (queue[0][1].done() or queue[0][0] <= now):
             due, future = queue[0]
             if not future.done():

@@ -19,12 +19,13 @@ async def test_each_future_fails_at_its_own_time_and_is_told_of_once() -> None:
     expired: list[float] = []
     deadlines = Deadlines(0.05, lambda: expired.append(loop.time()))
     watched: list[tuple[float, Future[None]]] = []
-    for _ in range(4):
+    for i in range(4):
         future = loop.create_future()
         watched.append((loop.time() + 0.05, future))
         deadlines.watch(future)
+        if i == 2:
+            future.set_result(None)
         await asyncio.sleep(0.02)
-    watched[2][1].set_result(None)
     for _, future in watched:
         await asyncio.wait([future])
     kinds = [type(future.exception()) for _, future in watched]

@@ -85,8 +85,9 @@ asyncio.run(main())
 KILLED = """
 table = Table(pathlib.Path(sys.argv[1]), 4 << 20)
 table.open()
-print("ready", flush=True)
 for i in range(1_000_000):
+    if i == 50:
+        print("well under way", flush=True)
     key = b"%016d" % (i % 500)
     table.write([Write(key, key * (1 + i % 300), 1 << 60), Write(b"%016d" % (i * 7 % 500), None)])
 """
@@ -98,7 +99,7 @@ async def test_a_process_killed_while_writing_harms_nothing(tmp_path: Path) -> N
         writer = child(KILLED, tmp_path)
         assert writer.stdout is not None
         writer.stdout.readline()
-        await asyncio.sleep(chosen.uniform(0.05, 0.2))
+        await asyncio.sleep(chosen.uniform(0, 0.1))
         writer.kill()
         writer.communicate()
         async with opened(tmp_path, 4 * MIB) as store:
