@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from gateway.hit import Ready
+from gateway.ledger import Tally
 from gateway.plan import Plan
 from policies.eviction import S3Fifo
 
@@ -27,6 +28,7 @@ class Remembered:
     plan: Plan
     message: bytes = b""
     ready: Ready | None = None
+    tally: Tally | None = None
 
 
 class Memo:

@@ -14,7 +14,7 @@ from gateway.dialects import DIALECTS
 from gateway.hit import ready
 from gateway.http import Request
 from gateway.ids import accepted, unique
-from gateway.ledger import Row
+from gateway.ledger import Row, Tally
 from gateway.memo import Memo, Remembered, Scope
 from gateway.plan import Plan
 from gateway.runtime import Runtime
@@ -117,9 +117,17 @@ class Shortcut:
         took = runtime.clock.monotonic() - began
         runtime.tenants.release(caught.caller, entry.usage)
         runtime.holdout.left -= 1
-        runtime.ledger.record(
+        tally = slot.tally
+        if tally is None or tally.row.upstream != entry.upstream or tally.row.usage != entry.usage:
+            tally = slot.tally = self._tally(plan, entry)
+        runtime.ledger.hit(tally, now, took, request_id)
+        return answer
+
+    def _tally(self, plan: Plan, entry: Entry) -> Tally:
+        """The ledger's counter for hits of this entry by this request."""
+        return self._runtime.ledger.tally(
             Row(
-                at=now,
+                at=0.0,
                 tenant=plan.caller.tenant,
                 model=plan.model.target,
                 endpoint=plan.dialect.path,
@@ -127,14 +135,10 @@ class Shortcut:
                 upstream=entry.upstream,
                 status=200,
                 stream=plan.streams,
-                latency=took,
-                ttft=took,
                 usage=entry.usage,
-                request_id=request_id,
-                prompt=plan.question if runtime.stores_prompts else "",
+                prompt=plan.question if self._runtime.stores_prompts else "",
             )
         )
-        return answer
 
 
 def scope_of(request: Request, dialect: str, vary: tuple[str, ...], caller: Caller) -> Scope:

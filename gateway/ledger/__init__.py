@@ -5,5 +5,6 @@
 
 from gateway.ledger.ledger import Ledger, LedgerClosed
 from gateway.ledger.rows import OUTCOMES, SAVED, Call, Outcome, Row
+from gateway.ledger.tally import Tally
 
-__all__ = ["OUTCOMES", "SAVED", "Call", "Ledger", "LedgerClosed", "Outcome", "Row"]
+__all__ = ["OUTCOMES", "SAVED", "Call", "Ledger", "LedgerClosed", "Outcome", "Row", "Tally"]

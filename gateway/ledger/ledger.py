@@ -20,6 +20,7 @@ from gateway.clock import Clock
 from gateway.ledger.book import Book, Pages
 from gateway.ledger.rows import Call, Row
 from gateway.ledger.store import Store
+from gateway.ledger.tally import Tally
 from policies.pricing import PriceTable
 from policies.slo import Slo
 
@@ -52,6 +53,8 @@ class Ledger:
         self._clock = clock
         self._book = Book()
         self.record: Callable[[Row], None] = self._book.record
+        self.tally: Callable[[Row], Tally] = self._book.tally
+        self.hit: Callable[[Tally, float, float, str], None] = self._book.hit
         self.spent: Callable[[Call], None] = self._book.spent
         self.worker = f"{os.getpid()}-{secrets.token_hex(2)}"
         self.problem = ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.ledger import OUTCOMES, Call, Outcome, Row
+from gateway.ledger import OUTCOMES, Call, Outcome, Row, labels
 from gateway.ledger import book as book_module
 from gateway.ledger import counters as c
-from gateway.ledger.book import OTHER, Book, Pages
+from gateway.ledger.book import Book, Pages
+from gateway.ledger.labels import OTHER
 from policies.pricing import PriceTable, parse_prices
 from policies.slo import Slo
 
@@ -152,8 +153,26 @@ def test_reasons_are_counted_without_their_particulars() -> None:
     assert {key[2]: times for key, times in pages.reasons.items()} == {"connect": 2, "temperature": 1}
 
 
+@pytest.mark.parametrize("slos", [{}, {"m1": Slo(total=0.5)}])
+@pytest.mark.parametrize("usage", [{"prompt": 9, "output": 4, "cached": 2}, {"prompt": 9, "output": 4}, None])
+def test_hits_by_tally_are_counted_as_rows_are(usage: dict[str, int] | None, slos: dict[str, Slo]) -> None:
+    by_row, by_tally = book(PRICES, **slos), book(PRICES, **slos)
+    tally = by_tally.tally(row("exact", usage=usage))
+    for number, latency in enumerate((0.00002, 0.0003, 0.7, 1000.0) * 20):
+        at = NOON + 2 * number
+        by_row.record(row("exact", at=at, latency=latency, ttft=latency, usage=usage))
+        by_tally.hit(tally, at + latency, latency, "id")
+    one, other = by_row.tear_off(), by_tally.tear_off()
+    assert one.minutes == other.minutes
+    assert len(one.rows) == len(other.rows)
+    assert {kept.request_id for kept in other.rows} == {"id"}
+    assert [kept.cost for kept in one.rows] == [kept.cost for kept in other.rows]
+    by_tally.hit(tally, NOON, 0.1, "id")
+    assert added(by_tally.tear_off())[c.REQUESTS] == 1
+
+
 def test_made_up_models_are_counted_together_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book_module, "MODELS", 3)
+    monkeypatch.setattr(labels, "MODELS", 3)
     counted = book()
     for number in range(10):
         counted.record(row(model=f"made-up-{number}"))
