@@ -22,8 +22,8 @@ Sample = Callable[[int], int]
 
 HALF_LIFE = 120.0
 """Seconds in which past work comes to count half."""
-BUSY = 5.0
-"""Seconds of past prefill below which an engine counts as idle, however little the others did."""
+BUSY = 45.0
+"""Seconds of past prefill (of at most `HALF_LIFE` / ln 2) below which past work is no reason to turn a request away."""
 SLACK = 4
 """Requests that any engine may have beyond the bound: among few, a ratio says little."""
 DECODE_TOKENS = 16.0

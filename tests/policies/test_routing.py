@@ -86,7 +86,7 @@ def test_no_engine_runs_more_than_its_bound_however_much_it_holds(count, ratio, 
 
 def test_no_engine_is_given_more_than_its_bound_of_work_while_busy():
     fleet, policy, given_to = engines(4), prefix_policy(), [0, 0, 0, 0]
-    ask = Ask(4000, {0: ((2000, 0.0),)})  # all share a beginning that one engine holds
+    ask = Ask(10_000, {0: ((5000, 0.0),)})  # all share a beginning that one engine holds
     for second in range(1000):
         decision = policy.choose(fleet, ask, float(second))
         fleet[decision.index].add_work(decision.uncached, float(second))
