@@ -86,7 +86,7 @@ def nginx(folder: Path, upstream_port: int, cpu: str | None, *, cached: bool) ->
         )
     )
     with _process(["nginx", "-p", str(folder), "-c", str(config)], port, "/v1/models", cpu) as process:
-        yield Server(port, tuple(pid for pid in _family(process.pid) if b"worker process" in _command(pid)))
+        yield Server(port, tuple(pid for pid in family(process.pid) if b"worker process" in _command(pid)))
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def gateway(folder: Path, upstream_port: int, cpu: str | None, **cache: object) 
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", "gateway.cli", "serve", "--config", str(path), "--no-engine"]
     with _process(command, port, "/readyz", cpu) as process:
-        yield Server(port, tuple(pid for pid in _family(process.pid) if pid != process.pid))
+        yield Server(port, tuple(pid for pid in family(process.pid) if pid != process.pid))
 
 
 @contextlib.contextmanager
@@ -161,12 +161,12 @@ def _wait(process: subprocess.Popen[bytes], url: str) -> None:
             time.sleep(0.05)
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """A process and all its descendants."""
     found = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            found += _family(int(child))
+            found += family(int(child))
     return found
 
 

@@ -5,6 +5,7 @@ import asyncio
 
 import uvloop
 
+from loadtest.digest import digest_of
 from loadtest.stub_upstream import Call, Reply, Script, StubUpstream, answer
 
 
@@ -18,13 +19,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--delay", type=float, default=0.0, metavar="S", help="seconds before each answer")
     parser.add_argument("--chunk-delay", type=float, default=0.0, metavar="S", help="seconds between streamed chunks")
     parser.add_argument("--tokens", type=int, metavar="N", help="length of each answer; absent: `ans-<call number>`")
+    parser.add_argument("--digest", action="store_true", help="answer chats with the digest of their messages")
     return parser.parse_args()
 
 
-def _script(delay: float, chunk_delay: float, tokens: int | None) -> Script:
+def _script(delay: float, chunk_delay: float, tokens: int | None, digest: bool) -> Script:
     def reply(call: Call) -> Reply:
         deltas = None if tokens is None else [f"ans-{call.number}", *[" word"] * (tokens - 1)]
-        made = answer(deltas=deltas)
+        made = answer(digest_of(call.json["messages"])) if digest else answer(deltas=deltas)
         made = made.delayed(delay) if delay else made
         return made.paced(chunk_delay) if chunk_delay else made
 
@@ -34,7 +36,7 @@ def _script(delay: float, chunk_delay: float, tokens: int | None) -> Script:
 async def _serve(arguments: argparse.Namespace) -> None:
     models = tuple(arguments.model or ["m1"])
     stub = StubUpstream(models=models, host=arguments.host, port=arguments.port, keep_calls=False)
-    stub.always(_script(arguments.delay, arguments.chunk_delay, arguments.tokens))
+    stub.always(_script(arguments.delay, arguments.chunk_delay, arguments.tokens, arguments.digest))
     async with stub:
         print(f"stub upstream at {stub.url}/v1, models {', '.join(models)}", flush=True)
         await asyncio.Event().wait()
