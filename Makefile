@@ -12,7 +12,7 @@ PIP_OPTIONS := --constraint constraints.txt
 JOBS ?= 2
 URL ?= http://127.0.0.1:8080
 
-.PHONY: help serve test lint format bench bench-http bench-engine loadtest clean
+.PHONY: help serve test lint format bench bench-http bench-engine loadtest soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make lint          style and types alone; make format puts the style right"
 	@echo "make bench         all benchmarks: make bench-http (gateway), make bench-engine (engine)"
 	@echo "make loadtest      many users against a running gateway"
+	@echo "make soak          many users for minutes, every answer checked, all on this machine"
 	@echo "make clean         remove the environment and everything that was built"
 	@echo
 	@echo "Settings: WARMGATE_SECTION__KEY=value before make (WARMGATE_LISTEN__PORT=8090 make serve),"
@@ -59,6 +60,9 @@ bench-engine: $(DONE)/dev $(DONE)/model
 
 loadtest: $(DONE)/dev
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host $(URL) $(ARGS)
+
+soak: $(DONE)/dev
+	@$(BIN)/python -m loadtest.soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
