@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import random
 import threading
 import time
@@ -167,6 +168,32 @@ async def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_memory(
         await store.close()
         assert time.perf_counter() - started < 1
         release.set()
+
+
+async def test_the_commit_of_an_old_value_does_not_bring_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: queue.SimpleQueue[None] = queue.SimpleQueue()
+    allowed = threading.Semaphore(0)
+    write = Table.write
+
+    def slowly(self: Table, writes: list[Write]) -> None:
+        entered.put(None)
+        allowed.acquire()
+        write(self, writes)
+
+    monkeypatch.setattr(Table, "write", slowly)
+    async with opened(tmp_path) as store:
+        await store.set(KEY, b"old", 60)
+        await asyncio.to_thread(entered.get)
+        await store.set(KEY, b"new", 60)
+        allowed.release()
+        await asyncio.to_thread(entered.get)  # the old value is on disk, the new one about to be
+        await asyncio.sleep(0)
+        assert await store.get(KEY) == b"new"
+        allowed.release(10)
+    async with opened(tmp_path) as store:
+        assert await store.get(KEY) == b"new"
 
 
 async def test_a_commit_that_fails_is_told_to_the_next_write_and_forgotten_by_reads(

@@ -122,6 +122,7 @@ async def test_a_half_reply_and_a_hang_up_fail_the_call_and_the_next_connection_
         client = Client(fake.url, timeout=2)
         first = await asyncio.gather(*[client.execute(b"GET", b"k") for _ in range(3)], return_exceptions=True)
         assert [error.kind for error in first if isinstance(error, StoreError)] == ["unavailable"] * 3
+        assert len({id(error) for error in first}) == 3, "one exception raised by many would gather tracebacks"
         assert await client.execute(b"GET", b"k2") == b"k2"
         assert fake.connections == 2
         await client.close()
