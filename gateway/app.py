@@ -72,16 +72,12 @@ class Gateway:
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
         try:
             request = await read_request(scope, receive, self.runtime.config.limits.max_body)
-        except ClientGone:
-            return
+            await self._answer(request, send)
         except Unreadable as error:
             refused = self.pipeline.refused(error.request, error.status, str(error), error.code)
             refused.headers.append((b"connection", b"close"))
             await _send_whole(refused, send)
-            return
-        try:
-            await self._answer(request, send)
-        except asyncio.CancelledError:
+        except (ClientGone, asyncio.CancelledError):
             return  # the caller has left (`WireProtocol.connection_lost`), or the server ends
 
     async def _answer(self, request: Request, send: Send) -> None:

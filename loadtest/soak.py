@@ -36,11 +36,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stub = free_port()
         command = [sys.executable, "-m", "loadtest.stub_upstream", "--port", str(stub), "--model", "m1", "--digest"]
-        stack.enter_context(_running(command, stub, "/health"))
+        stack.enter_context(running(command, stub, "/health"))
         port = free_port()
         config = _configuration(Path(folder), port, stub)
         command = [sys.executable, "-m", "gateway.cli", "serve", "--config", str(config), "--no-engine"]
-        gateway = stack.enter_context(_running(command, port, "/readyz"))
+        gateway = stack.enter_context(running(command, port, "/readyz"))
         return _drive(port, options.users, options.minutes * 60, gateway.pid)
 
 
@@ -54,7 +54,7 @@ def _drive(port: int, users: int, seconds: float, supervisor: int) -> int:
     began = time.monotonic()
     while locust.poll() is None:
         worker = family(supervisor)[1]
-        print(f"| {time.monotonic() - began:.0f} | {_resident(worker):.0f} | {_open_files(worker)} |", flush=True)
+        print(f"| {time.monotonic() - began:.0f} | {resident(worker):.0f} | {open_files(worker)} |", flush=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             locust.wait(seconds / SAMPLES)
     return locust.returncode
@@ -75,7 +75,8 @@ def _configuration(folder: Path, port: int, stub: int) -> Path:
 
 
 @contextlib.contextmanager
-def _running(command: list[str], port: int, probe: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(command: list[str], port: int, probe: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that serves on ``port``, from when it answers ``probe`` until the block ends."""
     process = subprocess.Popen(command, env={**os.environ, **KEYS}, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
@@ -93,13 +94,14 @@ def _running(command: list[str], port: int, probe: str) -> Iterator[subprocess.P
         process.wait()
 
 
-def _resident(pid: int) -> float:
+def resident(pid: int) -> float:
     """MiB of memory held."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 
-def _open_files(pid: int) -> int:
+def open_files(pid: int) -> int:
+    """How many files and sockets a process has open."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
