@@ -62,7 +62,7 @@ export function tiers(data) {
   const facts = [];
   if (memory) {
     facts.push(fact("Memory", `${bytes(memory.bytes)} of ${bytes(memory.max_bytes)}`, meter(memory.bytes / memory.max_bytes),
-      `${count(memory.entries)} answers · ${count(memory.evictions)} evicted${data.workers > 1 ? ` · ${data.workers} workers` : ""}`));
+      `${count(memory.entries)} ${memory.entries === 1 ? "answer" : "answers"} · ${count(memory.evictions)} evicted${data.workers > 1 ? ` · ${data.workers} workers` : ""}`));
   } else facts.push(fact("Memory", "off"));
   if (store) {
     const { ok = 0, miss = 0, ...failed } = store.calls.get ?? {};
