@@ -109,8 +109,9 @@ class RedisStore:
             try:
                 await self._listen(tell, known)
             except StoreError as error:
+                if not self._behind:
+                    log.warning("not hearing of purges from Redis at %s: %s", self.client.address, error)
                 self._behind = True
-                log.info("not hearing of purges from Redis at %s: %s", self.client.address, error)
             await asyncio.sleep(0.2)
 
     async def _listen(self, tell: Callable[[str, int], None], known: dict[str, int]) -> None:

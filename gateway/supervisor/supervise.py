@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from cache.stores.disk import suspect
 from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, EngineConfig, Upstream
 from gateway.source import Source, adopted
 from gateway.supervisor.children import Child, end, ending, environment, python_module
@@ -25,6 +26,7 @@ DRAIN_SECONDS = 30.0
 FLUSH_SECONDS = 5.0  # for a worker to close its stores after its last request
 ENGINE_SECONDS = 10.0  # for the engine to end, once nobody waits for it any more
 PROGRESS_SECONDS = 10.0
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 def say(message: str) -> None:
@@ -158,6 +160,8 @@ class Supervisor:
                     return
             if loop.time() - began >= self._backoff.good_run:
                 wait = self._backoff.first
+            if child in self.workers and -code in CRASHES and self.config.cache.disk is not None:
+                suspect(self.config.cache.disk.path)  # a damaged file could end every worker in turn
             say(f"the {child.name} died ({ending(code)}); it is started again in {wait:g} s")
             await self._pause(wait)
             wait = min(wait * 2, self._backoff.most)

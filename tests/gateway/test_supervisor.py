@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cache.stores.environment import SUSPECT
 from gateway.config import Config, ConfigError
 from gateway.source import Source, adopted
 from gateway.supervisor import Backoff, StartError, Supervisor
@@ -78,6 +79,20 @@ async def test_a_dead_worker_is_replaced_and_waiting_connections_are_served(sour
     assert len(set(after)) == 1
     assert after[0] != before
     assert "the gateway worker 1 died (exit code 9); it is started again in 0.05 s" in capfd.readouterr().err
+
+
+async def test_a_disk_cache_whose_worker_crashed_is_begun_anew(source, tmp_path):
+    """LMDB trusts its file: a damaged page can end whoever reads it, worker after worker."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    text = f"listen: {{port: 0, workers: 1}}\nengine: off\nledger: off\ncache: {{disk: {{path: {folder}}}}}\n"
+    async with running(source(text)) as (supervisor, _):
+        os.kill((await ask(supervisor, "/who"))["pid"], signal.SIGTERM)
+        await ask(supervisor, "/who")
+        assert not list(folder.iterdir())
+        os.kill((await ask(supervisor, "/who"))["pid"], signal.SIGBUS)
+        await ask(supervisor, "/who")
+        assert [path.name for path in folder.iterdir()] == [SUSPECT]
 
 
 async def test_no_connection_is_lost_while_workers_are_killed(source):
