@@ -57,6 +57,8 @@ class Sampler:
         self.params = params
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
+        bias = params.logit_bias
+        self._bias = (torch.tensor(list(bias)), torch.tensor(list(bias.values()))) if bias else None
         self._generator = torch.Generator()
         self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed % (1 << 63))
 
@@ -90,8 +92,8 @@ class Sampler:
             index = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
             logits[index] -= params.presence_penalty + params.frequency_penalty * counts
-        for token, bias in params.logit_bias.items():
-            logits[token] += bias
+        if self._bias is not None:
+            logits[self._bias[0]] += self._bias[1]
         return logits
 
     def _draw(self, logits: Tensor) -> int:

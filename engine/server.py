@@ -60,14 +60,14 @@ class EngineApp:
         body.refuse_unsupported()
         messages = [message.plain(i) for i, message in enumerate(body.messages)]
         prompt = self._worker.template.render(messages, body.tools)
-        ids = self._worker.core.tokenizer.encode(prompt)
+        ids = await self._encode(prompt)
         return await self._answer(request, body, [ids], ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
         body = parse(CompletionRequest, await self._body(request))
         self._check_model(body.model)
         body.refuse_unsupported()
-        return await self._answer(request, body, self._prompts(body), CompletionAnswer)
+        return await self._answer(request, body, await self._prompts(body), CompletionAnswer)
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -116,22 +116,25 @@ class EngineApp:
                 param="model",
             )
 
-    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
-        encode, vocab = self._worker.core.tokenizer.encode, self._worker.core.spec.vocab
+    async def _encode(self, text: str) -> list[int]:
+        """Token ids; in a thread, since a long text takes long and everyone else waits for the event loop."""
+        return await asyncio.to_thread(self._worker.core.tokenizer.encode, text)
+
+    async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         given: Any = body.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
-        prompts = [encode(item) if isinstance(item, str) else list(item) for item in given]
+        prompts = [await self._encode(item) if isinstance(item, str) else list(item) for item in given]
         if not prompts:
             raise RequestError("the prompt is empty", param="prompt")
-        if any(not 0 <= token < vocab for prompt in prompts for token in prompt):
-            raise RequestError(f"the prompt has token ids outside 0 … {vocab - 1}", param="prompt")
         return prompts
 
     async def _answer(
         self, request: Request, body: CommonRequest, prompts: list[list[int]], kind: type[Answer]
     ) -> Response:
         core, choices = self._worker.core, len(prompts) * body.choices
+        if any(not 0 <= token < core.spec.vocab for prompt in prompts for token in prompt):
+            raise RequestError(f"the prompt has token ids outside 0 … {core.spec.vocab - 1}", param="prompt")
         answer = kind(self._worker.config.name, core.tokenizer, choices, sum(map(len, prompts)))
         answer.reports, answer.per_prompt = body.top() is not None, body.choices
         jobs: list[Generation] = []

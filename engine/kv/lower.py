@@ -176,6 +176,7 @@ class LowerTiers:
         if not kept:
             return
         assert fetch.staging is not None
+        self.save_evicted()  # what made room may have been evicted in this very step
         blocks = sequence.blocks[first:]
         self._pool.load(blocks, fetch.staging[:kept])
         for block, content in zip(blocks, fetch.lookup.blocks, strict=False):

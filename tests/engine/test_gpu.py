@@ -7,6 +7,7 @@ of its own memory, and that bfloat16, the default there, runs. Speed on a GPU is
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.engine.test_prefix import job, prompt, reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def core(**changes: object) -> EngineCore:
+def core(**changes: Any) -> EngineCore:
     return EngineCore(replace(tiny.config(**changes), device="cuda"), tiny.files())
 
 

@@ -252,6 +252,25 @@ def test_o64_cancelling_at_any_moment_of_a_load_loses_no_block(make: Callable[..
         assert drive(core, job("last", ids)).tokens == reference(ids)
 
 
+def test_what_makes_room_for_a_load_is_saved_before_it_is_overwritten(make: Callable[..., EngineCore]) -> None:
+    core = make(12, host=64, uses=2)
+    prompts = [prompt(33, seed) for seed in range(5)]
+    assert core.lower is not None
+    real = core.lower.stack.load
+
+    def at_once(*arguments: Any, **options: Any) -> Any:
+        transfer = real(*arguments, **options)
+        transfer.wait(5)
+        return transfer
+
+    core.lower.stack.load = at_once  # type: ignore[method-assign]
+    for round_ in range(4):
+        for seed, ids in enumerate(prompts):
+            result = drive(core, job(f"{round_}-{seed}", ids))
+            assert result.tokens == reference(ids)
+            assert result.cached == (32 if round_ else 0)
+
+
 def test_two_requests_bring_a_common_prefix_up_once(make: Callable[..., EngineCore]) -> None:
     tier = FaultyTier()
     head = prompt(41)

@@ -55,8 +55,8 @@ def test_a_hit_gives_bitwise_the_same_logits(core: EngineCore) -> None:
 
     original = core.model.logits
 
-    def spy(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(original(hidden))
+    def spy(hidden: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
+        seen.append(original(hidden, decode=decode))
         return seen[-1]
 
     core.model.logits = spy  # type: ignore[method-assign]
