@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import re
 import sys
 
@@ -45,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--max-running", type=int, default=default.max_running, help="sequences that may run at once")
     top.add_argument("--threads", type=int, default=0, help="threads of matrix products (0: all cores)")
     top.add_argument("--kv-host", dest="kv_host_bytes", type=size, default=0, help="host memory for KV, e.g. 2GiB")
-    top.add_argument("--kv-remote", default="", help="redis://… or lmcache://host:port for KV blocks (empty: none)")
+    top.add_argument(
+        "--kv-remote",
+        default=os.environ.get("ENGINE_KV_REMOTE", ""),
+        help="redis://… or lmcache://host:port for KV blocks (empty: $ENGINE_KV_REMOTE, or none)",
+    )
     top.add_argument(
         "--write-through-uses", type=int, default=2, help="prompts that must use a block before it is stored remotely"
     )

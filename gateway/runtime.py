@@ -72,6 +72,8 @@ class Runtime:
     def apply(self, config: Config) -> None:
         """Takes a configuration into use; requests under way go on by the one they began with."""
         self.config = config
+        if config.telemetry.otlp is not None:
+            log.warning("telemetry.otlp is not available in this version: nothing is sent there; /metrics is")
         self.tenants = Tenants(config, self.clock)
         self.pool = Pool(config, self.client, self.clock)
         self.planner = Planner(config, self.secret)

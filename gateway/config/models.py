@@ -293,7 +293,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if complaints := [*self._clashes(), *self._openness()]:
+        if complaints := [*self._clashes(), *self._openness(), *self._not_yet()]:
             raise ValueError("\n".join(complaints))
         return self
 
@@ -324,6 +324,14 @@ class Config(Section):
                 "add tenants with keys, or listen on 127.0.0.1"
             )
         return complaints
+
+    def _not_yet(self) -> list[str]:
+        """What the contract names and this version does not do: asking for it must not be silently in vain."""
+        asked = {
+            "engine.speculate": self.engine is not None and self.engine.speculate == "on",
+            "disaggregation.enabled": self.disaggregation.enabled == "on",
+        }
+        return [f"{key} is not available in this version; leave it out" for key, wanted in asked.items() if wanted]
 
     @property
     def open(self) -> bool:

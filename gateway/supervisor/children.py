@@ -19,6 +19,7 @@ class Child:
     command: list[str]
     fds: tuple[int, ...] = ()
     feed: Callable[[], bytes] | None = None
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)  # handed over where no process list shows them
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
     @property
@@ -31,7 +32,7 @@ class Child:
             *self.command,
             stdin=asyncio.subprocess.PIPE if self.feed else asyncio.subprocess.DEVNULL,
             pass_fds=self.fds,
-            env=environment(),
+            env={**environment(), **self.secrets},
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then drains in order
             preexec_fn=_end_with_parent,
         )

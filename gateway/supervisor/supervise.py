@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from cache.stores.disk import suspect
-from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, EngineConfig, Upstream
+from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, EngineConfig, Secret, Upstream
 from gateway.source import Source, adopted
 from gateway.supervisor.children import Child, end, ending, environment, python_module
 from gateway.supervisor.greeting import address, greeting
@@ -129,7 +129,11 @@ class Supervisor:
         command += ["--device", engine.device, "--dtype", engine.dtype, "--block-size", str(engine.block_size)]
         if isinstance(engine.kv_cache.device, int):
             command += ["--kv-cache", str(engine.kv_cache.device)]
-        return Child("engine", command)
+        if engine.kv_cache.host is not None:
+            command += ["--kv-host", str(engine.kv_cache.host)]
+        remote = engine.kv_cache.remote
+        address = remote.resolve() if isinstance(remote, Secret) else remote
+        return Child("engine", command, secrets={"ENGINE_KV_REMOTE": address} if address else {})
 
     def _completed(self, config: Config, port: int) -> Config:
         """The configuration as workers see it: the port that was bound, the embedded engine among the upstreams."""

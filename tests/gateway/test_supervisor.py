@@ -103,6 +103,17 @@ async def test_no_connection_is_lost_while_workers_are_killed(source):
     assert len({answer["pid"] for answer in answers}) == 2
 
 
+def test_the_engine_gets_its_kv_tiers_and_no_process_list_shows_their_password(source, monkeypatch):
+    monkeypatch.setenv("KV_STORE", "redis://:hidden@127.0.0.1:1/1")
+    text = "listen: {port: 0}\nengine: {kv_cache: {device: 1MiB, host: 2MiB, remote: env:KV_STORE}}\n"
+    supervisor = Supervisor(source(text), worker_command=FAKE, engine_command=FAKE, backoff=QUICK)
+    engine = supervisor._engine
+    assert engine is not None
+    assert engine.command[-4:] == ["--kv-cache", "1048576", "--kv-host", "2097152"]
+    assert engine.secrets == {"ENGINE_KV_REMOTE": "redis://:hidden@127.0.0.1:1/1"}
+    assert "hidden" not in repr(engine)
+
+
 async def test_the_engine_is_an_upstream_that_is_trusted_with_salts(source):
     text = "listen: {port: 0}\nengine: {block_size: 16}\nupstreams: [{name: a, url: 'http://h'}]\n"
     async with running(source(text + "cache: {disk: off}\nledger: off\n")) as (supervisor, _):
