@@ -78,3 +78,10 @@ def _age(server: RedisServer, clock: FakeClock, seconds: float) -> None:
         left = client.pttl(key)
         assert left != -1, f"{key} has no expiry"
         client.pexpire(key, left - int(seconds * 1000))
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """A Redis that a test may harm."""
+    with redis_server() as server:
+        yield server
