@@ -7,6 +7,7 @@ purge is joined by nobody after it, and a stale entry is renewed by one flight h
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 from cache.response.flights import FellBehind
 from gateway.encoding import EncodingError
@@ -17,6 +18,7 @@ from gateway.ledger import Outcome
 from gateway.plan import Plan
 from gateway.relay import CallFlight, Landed, new_flight
 from gateway.runtime import Runtime
+from gateway.sharing import Sharing
 from gateway.tenants import Denied
 from gateway.upstreams.client import UpstreamError
 from gateway.upstreams.pool import Member
@@ -30,6 +32,7 @@ class Coalescing:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._sharing = Sharing(runtime, runtime.shared_flights) if runtime.shared_flights is not None else None
 
     async def answer(self, exchange: Exchange, plan: Plan, fwd: str, spare: Spare) -> Response:
         """``fwd``: why the cache could not (RFC 9211). Raises `Denied`, `UpstreamError`, `EncodingError`."""
@@ -37,17 +40,14 @@ class Coalescing:
             self._runtime.keeper.sight(plan.identity.key)
         try:
             members = await self.route(exchange, plan)
-            for _ in range(2):  # a flight in the other form may bring nothing of use; then the next is tried
-                flight = self._joinable(plan) if plan.may_join else None
-                if flight is None:
-                    break
-                response = await self._follow(exchange, plan, flight, fwd, spare, collapsed=True)
+            cause = "bypass" if fwd == "bypass" else "miss"
+            for attempt in (1, 2, 3):  # a flight in the other form may bring nothing of use; then the next is tried
+                joined = self._joinable(plan) if plan.may_join and attempt < 3 else None
+                flight = joined or self._take_off(exchange, plan, members, cause, alone=attempt == 3)
+                response = await self._follow(exchange, plan, flight, fwd, spare, collapsed=joined is not None)
                 if response is not None:
                     return response
-            flight = self._take_off(exchange, plan, members, "bypass" if fwd == "bypass" else "miss")
-            response = await self._follow(exchange, plan, flight, fwd, spare, collapsed=False)
-            assert response is not None
-            return response
+            raise UpstreamError("protocol", "no answer came in the form that was asked for", sent=True)
         except (UpstreamError, EncodingError):
             if (kept := spare()) is None:
                 raise
@@ -79,25 +79,29 @@ class Coalescing:
         raise Denied(404, f"The model {plan.model.name[:100]!r} does not exist here.", "model_not_found")
 
     def _under_way(self, plan: Plan) -> bool:
-        return self._runtime.flights.get(plan.identity.key) is not None
+        return self._runtime.flights.get(plan.identity.fingerprint) is not None
 
     def _joinable(self, plan: Plan) -> CallFlight | None:
         """A flight that answers this request, no older than its caller accepts."""
         max_age = plan.directives.max_age
         oldest = None if max_age is None else self._runtime.clock.time() - max_age
-        return self._runtime.flights.get(plan.identity.key, oldest)
+        return self._runtime.flights.get(plan.identity.fingerprint, oldest)
 
-    def _take_off(self, exchange: Exchange, plan: Plan, members: list[Member], cause: Outcome) -> CallFlight:
+    def _take_off(
+        self, exchange: Exchange, plan: Plan, members: list[Member], cause: Outcome, *, alone: bool = False
+    ) -> CallFlight:
         """Begins an upstream call, to be counted under the outcome that causes it; others may join it, unless they can
         join another.
         """
-        runtime, key = self._runtime, plan.identity.key
+        runtime, key = self._runtime, plan.identity.fingerprint
         flight = new_flight()
-        if (plan.may_join or cause == "stale") and not self._under_way(plan):
+        call = partial(runtime.relay.fly, plan, exchange.request, exchange.request_id, members, flight, cause)
+        shared = None
+        if (plan.may_join or cause == "stale") and not alone and not self._under_way(plan):
             runtime.flights.add(key, flight, runtime.clock.time(), runtime.generations.stamp(plan.scopes))
+            shared = self._sharing
         flight.start(
-            runtime.relay.fly(plan, exchange.request, exchange.request_id, members, flight, cause),
-            lambda: runtime.flights.drop(key, flight),
+            call() if shared is None else shared.fly(plan, flight, call), lambda: runtime.flights.drop(key, flight)
         )
         return flight
 
@@ -110,22 +114,23 @@ class Coalescing:
         handed_over = False
         try:
             head = await flight.head()
-            row.upstream = head.upstream
+            row.upstream, collapsed = head.upstream, collapsed or head.followed
             row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
             if head.status >= 500 and (kept := spare()) is not None:
                 return kept
             if head.status >= 400:
                 row.outcome, row.reason = "error", f"status {head.status}"
-            if collapsed and head.status == 200 and head.stream != plan.streams:
+            upstream = (b"x-warmgate-upstream", head.upstream.encode())
+            if head.kept or (collapsed and head.status == 200 and head.stream != plan.streams):
                 async for _ in flight.pieces(token):  # whoever takes no pieces would hold the call up if left alone
                     pass
                 landed = await flight.result()
                 if landed.answer.message is None or landed.answer.outcome.fault:
                     return None
                 row.usage = landed.answer.usage
-                status = (b"cache-status", _status(plan, fwd, None, collapsed=True))
-                return kept_response(plan, landed.answer.message, self._runtime.clock.time(), [status])
-            headers: Headers = [*head.headers, (b"x-warmgate-upstream", head.upstream.encode())]
+                headers = [upstream, (b"cache-status", _status(plan, fwd, None, collapsed=True))]
+                return kept_response(plan, landed.answer.message, self._runtime.clock.time(), headers)
+            headers: Headers = [*head.headers, upstream]
             if head.whole:
                 pieces = [piece.asked async for piece in flight.pieces(token)]
                 landed = await flight.result()

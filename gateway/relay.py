@@ -45,13 +45,17 @@ UNUSED = {"prompt": 0, "output": 0, "cached": 0}
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece."""
+    """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece. ``followed``: another
+    process made the call; ``kept``: its answer is in the store already, and comes as the result alone.
+    """
 
     status: int
     headers: Headers
     upstream: str
     stream: bool
     whole: bool
+    followed: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +175,15 @@ class Relay:
             flight.open(head)
             await _pass_on(response.chunks(), b"", flight)
             return keep(Landed(head, Answer(None, Outcome(fault="unknown content coding")), False, ""))
-        async with aclosing(_decoded(response, codec)) as chunks:
-            if stream:
-                head = Head(response.status, headers, member.name, True, False)
+        head = Head(response.status, headers, member.name, stream, not stream)
+        return await self.read(plan, head, _decoded(response, codec), flight, keep)
+
+    async def read(
+        self, plan: Plan, head: Head, body: AsyncGenerator[bytes, None], flight: CallFlight, keep: Keep
+    ) -> Landed:
+        """Reads an answer, decoded, on its way to the followers of ``flight``."""
+        async with aclosing(body) as chunks:
+            if head.stream:
                 flight.open(head)
                 answer, failure, last = await _read_stream(plan, chunks, flight)
                 landed = keep(Landed(head, answer, False, "", failure))
@@ -183,7 +193,6 @@ class Relay:
                 await flight.push(last)
                 await _run_out(chunks)
                 return landed
-            head = Head(response.status, headers, member.name, False, True)
             return await self._read_plain(plan, head, chunks, flight, keep)
 
     async def _read_plain(
@@ -196,7 +205,7 @@ class Relay:
         async for chunk in chunks:
             body += chunk
             if len(body) > max(self._max_entry, plan.dialect.held):
-                head = Head(head.status, head.headers, head.upstream, False, False)
+                head = replace(head, whole=False)
                 flight.open(head)
                 await _pass_on(chunks, bytes(body), flight)
                 return keep(Landed(head, Answer(None, Outcome(fault="too large to keep")), False, ""))

@@ -18,6 +18,7 @@ from cache.response.faq import Faq, FaqError, load_faq
 from cache.response.flights import Flights
 from cache.response.keep import Keeper
 from cache.response.recall import Recall
+from cache.response.shared_flights import SharedFlights
 from cache.response.tags import Generations
 from cache.stores.base import SharedStore
 from cache.stores.breaker import Breaker, GuardedStore
@@ -61,6 +62,12 @@ class Runtime:
             MemoryStore(memory.max_bytes, memory.eviction, clock=self.clock.time) if memory is not None else None
         )
         self.shared = _shared_store(config)
+        store = self.shared.store if self.shared is not None else None
+        self.shared_flights = (
+            SharedFlights(self.shared, store.leases)
+            if self.shared is not None and isinstance(store, RedisStore)
+            else None
+        )
         self.recall = Recall(self.memory, self.shared, self.generations)
         self.keeper = Keeper(self.memory, self.shared)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -107,6 +114,7 @@ class Runtime:
         """Ends what runs behind requests, writes what is pending, and closes stores and connections."""
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.keeper.drain()
         if self.shared is not None:
             await self.shared.close()

@@ -59,6 +59,11 @@ class Flight(Generic[Head, Part, Result]):
         return self._first == 0 and not self._result.done() and not ending
 
     @property
+    def opened(self) -> bool:
+        """Whether its followers have a head, and so perhaps a part of the answer."""
+        return self._head.done()
+
+    @property
     def landed(self) -> bool:
         """Whether it is over, however it ended."""
         return self._result.done()
@@ -70,6 +75,11 @@ class Flight(Generic[Head, Part, Result]):
     async def result(self) -> Result:
         """Waits for the result, in the same way."""
         return await asyncio.shield(self._result)
+
+    async def lands_within(self, seconds: float) -> bool:
+        """Waits so long at most; whether it is over."""
+        await asyncio.wait([self._result], timeout=seconds)
+        return self._result.done()
 
     @property
     def followers(self) -> int:

@@ -21,7 +21,7 @@ class Keeper:
     def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None) -> None:
         self._memory = memory
         self._shared = shared
-        self._writes: set[asyncio.Task[bool]] = set()
+        self._writes: dict[asyncio.Task[bool], bytes] = {}
         self.skipped = 0
         self.min_uses = 1
         self._sightings = Sightings()
@@ -48,8 +48,14 @@ class Keeper:
             self.skipped += 1
             return
         write = asyncio.get_running_loop().create_task(self._shared.set(key, encode(entry), ttl))
-        self._writes.add(write)
-        write.add_done_callback(self._writes.discard)
+        self._writes[write] = key
+        write.add_done_callback(self._writes.pop)
+
+    async def written(self, key: bytes) -> None:
+        """Waits until what was kept under ``key`` is in the shared store, or has failed to get there."""
+        writes = [write for write, whose in self._writes.items() if whose == key]
+        if writes:
+            await asyncio.wait(writes)
 
     async def drain(self) -> None:
         """Waits for the writes under way."""

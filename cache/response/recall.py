@@ -50,20 +50,22 @@ class Recall:
         return entry
 
     async def find(self, identity: Identity, now: float) -> Found | None:
-        """The entry from the nearest tier. What the shared store held moves up with the life it had left, never a
-        longer one.
+        """The entry from the nearest tier, an old one in memory only if nothing newer lies below. What the shared store
+        held moves up with the life it had left, never a longer one.
         """
         entry = self.in_memory(identity)
-        if entry is not None:
-            return Found(entry, "memory")
-        if self._shared is None:
-            return None
-        data = await self._shared.get(identity.key)
-        entry = self.believe(identity, data, now) if data is not None else None
-        if entry is not None:
-            return Found(entry, self._shared.name)
-        entry = self.in_memory(identity, again=True)  # kept while the shared store was asked
+        if entry is None or self._generations.fresh_until(entry.generations, entry.born, entry.expires) <= now:
+            below = await self.below(identity, now)
+            if below is not None:
+                return below
+            entry = self.in_memory(identity, again=True)  # perhaps kept while the shared store was asked
         return Found(entry, "memory") if entry is not None else None
+
+    async def below(self, identity: Identity, now: float) -> Found | None:
+        """What the shared store has, unless memory has something newer: then that."""
+        data = await self._shared.get(identity.key) if self._shared is not None else None
+        entry = self.believe(identity, data, now) if data is not None else None
+        return Found(entry, self._shared.name) if entry is not None and self._shared is not None else None
 
     def begin(self, identity: Identity) -> Future[bytes | None] | None:
         """Starts a lookup in the shared store without a task; None: there is no store, or it is not to be asked now."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from asyncio import Future
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -93,9 +93,9 @@ class GuardedStore:
     def __init__(self, store: SharedStore, breaker: Breaker | None = None) -> None:
         self.store = store
         self.breaker = breaker or Breaker()
-        self.counters: dict[str, Counter[str]] = {
-            op: Counter() for op in ("get", "set", "delete", "bump", "generations")
-        }
+        self.counters: defaultdict[str, Counter[str]] = defaultdict(
+            Counter, {op: Counter() for op in ("get", "set", "delete", "bump", "generations")}
+        )
         self._deadlines = Deadlines(self.breaker.deadline)
         self._slow_deadlines = Deadlines(self.breaker.slow_deadline)
         self._owed: set[str] = set()  # scopes whose bump has not succeeded yet
@@ -139,6 +139,10 @@ class GuardedStore:
         return await self._finished(
             "generations", self._begin("generations", self.store.generations, self._slow_deadlines)
         )
+
+    async def call(self, op: str, start: Callable[[], Awaitable[T]]) -> T | None:
+        """Anything else that this kind of store can do, counted as ``op``; None for any failure."""
+        return await self._finished(op, self._begin(op, start, self._deadlines))
 
     async def watch(self, on_bump: Callable[[str, int], None]) -> None:
         """Tell of every generation (see `SharedStore.watch`), and make up for bumps that failed."""

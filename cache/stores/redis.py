@@ -9,6 +9,7 @@ from asyncio import Future
 from collections.abc import Callable
 
 from cache.stores.base import GENERATIONS_KEPT, StoreError, check_key, check_scope, check_ttl
+from cache.stores.leases import Leases
 from cache.stores.resp import Client, Connection, Reply, pack
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class RedisStore:
         self, url: str, prefix: str = "wg", timeout: float = 0.05, clock: Callable[[], float] = time.time
     ) -> None:
         self.client = Client(url, timeout)
+        self.leases = Leases(self.client, prefix)
         self._entry = f"{prefix}:r:".encode()
         self._generations = f"{prefix}:gen".encode()
         self._clock = clock

@@ -1,0 +1,113 @@
+"""Leases in a real Redis: who leads, who waits, what was told, and that all of it expires."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cache.stores.base import StoreError
+from cache.stores.leases import Leases, Told
+from cache.stores.redis import RedisStore
+from tests.services import redis_server
+
+NAME = b"n"
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    with redis_server() as server:
+        yield server.url
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[RedisStore]:
+    made = RedisStore(redis_url, uuid.uuid4().hex, timeout=2)
+    await made.open()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def leases(store: RedisStore) -> Leases:
+    return store.leases
+
+
+async def test_the_first_leads_and_the_others_are_told_who_and_counted(leases: Leases) -> None:
+    assert await leases.board(NAME, b"a", 5) == b"a"
+    assert [await leases.board(NAME, token, 5) for token in (b"b", b"c")] == [b"a", b"a"]
+    assert await leases.renew(NAME, b"a", 5, 5) == 2
+    await leases.leave(NAME, b"a")
+    assert await leases.renew(NAME, b"a", 5, 5) == 1
+    assert await leases.board(b"other", b"z", 5) == b"z"
+
+
+async def test_a_lease_that_is_not_renewed_runs_out(leases: Leases) -> None:
+    await leases.board(NAME, b"a", 0.15)
+    await asyncio.sleep(0.1)
+    assert await leases.renew(NAME, b"a", 0.15, 5) == 0
+    await asyncio.sleep(0.1)
+    assert await leases.board(NAME, b"b", 0.15) == b"a"
+    await asyncio.sleep(0.2)
+    assert await leases.board(NAME, b"b", 5) == b"b"
+    assert await leases.renew(NAME, b"a", 5, 5) == -1, "the old leader learns that it leads no more"
+
+
+async def test_a_lease_is_not_given_up_under_those_who_wait_unless_it_must_be(leases: Leases) -> None:
+    await leases.board(NAME, b"a", 5)
+    await leases.board(NAME, b"b", 5)
+    assert await leases.end(NAME, b"a", anyway=False, stored=0) == 1
+    assert await leases.end(NAME, b"a", anyway=True, stored=0) == 0
+    assert await leases.board(NAME, b"c", 5) == b"c"
+
+
+async def test_nobody_can_give_up_anothers_lease(leases: Leases) -> None:
+    await leases.board(NAME, b"a", 5)
+    assert await leases.end(NAME, b"b", anyway=True, stored=0) == -1
+    await leases.leave(NAME, b"b")
+    assert await leases.renew(NAME, b"a", 5, 5) == 0
+
+
+async def test_for_a_moment_newcomers_are_told_that_the_result_is_stored(leases: Leases) -> None:
+    await leases.board(NAME, b"a", 5)
+    await leases.end(NAME, b"a", anyway=False, stored=0.2)
+    assert await leases.board(NAME, b"b", 5) == b""
+    await asyncio.sleep(0.25)
+    assert await leases.board(NAME, b"b", 5) == b"b"
+
+
+async def test_who_wants_it_anew_does_not_wait_for_that_moment_to_pass(leases: Leases) -> None:
+    await leases.board(NAME, b"a", 5)
+    await leases.end(NAME, b"a", anyway=False, stored=5)
+    assert await leases.board(NAME, b"b", 5, anew=True) == b"b"
+    assert await leases.board(NAME, b"c", 5, anew=True) == b"b", "a leader is not pushed aside"
+
+
+async def test_what_is_told_is_heard_in_order_and_from_where_one_was(leases: Leases) -> None:
+    await leases.board(NAME, b"a", 5)
+    for number in range(1, 151):
+        await leases.tell(NAME, b"a", Told(number, b"p", b"%d\r\n\x00" % number), 5)
+    first = await leases.hear(NAME, b"a", 0)
+    assert first.led
+    assert first.told == [Told(number, b"p", b"%d\r\n\x00" % number) for number in range(1, 101)]
+    rest = await leases.hear(NAME, b"a", 100)
+    assert [told.number for told in rest.told] == list(range(101, 151))
+    assert (await leases.hear(NAME, b"a", 150)).told == []
+    await leases.end(NAME, b"a", anyway=True, stored=0)
+    assert not (await leases.hear(NAME, b"a", 150)).led
+
+
+async def test_nothing_is_told_twice(leases: Leases) -> None:
+    await leases.tell(NAME, b"a", Told(1, b"p", b"x"), 5)
+    with pytest.raises(StoreError):
+        await leases.tell(NAME, b"a", Told(1, b"p", b"y"), 5)
+
+
+async def test_everything_expires(store: RedisStore, leases: Leases) -> None:
+    await leases.board(NAME, b"a", 0.2)
+    await leases.tell(NAME, b"a", Told(1, b"p", b"x"), 0.2)
+    await leases.board(NAME, b"b", 0.2)
+    await asyncio.sleep(0.3)
+    assert await store.client.execute(b"KEYS", leases._prefix + b"*") == []
