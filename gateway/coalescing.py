@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
+from cache.response.entry import BadEntry
 from cache.response.flights import FellBehind
 from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
@@ -144,7 +145,7 @@ class Coalescing:
             body = await begun(self._pieces(exchange, plan, flight, token, stream=head.stream))
             handed_over = True
             return Response(head.status, headers, body)
-        except FellBehind:
+        except (FellBehind, BadEntry):
             return None
         finally:
             if not handed_over:
