@@ -51,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
         default=os.environ.get("ENGINE_KV_REMOTE", ""),
         help="redis://… or lmcache://host:port for KV blocks (empty: $ENGINE_KV_REMOTE, or none)",
     )
+    top.add_argument("--kv-host-quota", type=size, default=0, help="host memory one tenant may hold (0: no limit)")
+    top.add_argument("--kv-remote-quota", type=size, default=0, help="bytes one tenant may hold in Redis (0: no limit)")
     top.add_argument(
         "--write-through-uses", type=int, default=2, help="prompts that must use a block before it is stored remotely"
     )

@@ -18,6 +18,9 @@ from engine.sampling import SamplingParams
 MAX_STOPS = 16
 MAX_CHOICES = 16
 
+_ADAPTERS = ("adapter", "adapter_id", "adapters", "lora", "lora_name", "lora_path", "lora_request")
+"""Names under which servers take an adapter. Here one would have to be merged into the weights."""
+
 _Stop = Annotated[StrictStr, Field(min_length=1, max_length=1000)]
 
 
@@ -29,7 +32,7 @@ class StreamOptions(BaseModel):
 class CommonRequest(BaseModel):
     """What both endpoints share."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     model: StrictStr
     stream: StrictBool | None = None
@@ -93,6 +96,16 @@ class CommonRequest(BaseModel):
             top_logprobs=self.top(),
         )
 
+    def refuse_unsupported(self) -> None:
+        """Raises `RequestError` for what would change the answer and cannot be done."""
+        for name in _ADAPTERS:
+            if (self.model_extra or {}).get(name):
+                raise RequestError(
+                    f"{name} asks for an adapter, which this engine does not support; merge it into its model",
+                    code="adapters_unsupported",
+                    param=name,
+                )
+
     def _bias(self, vocab: int) -> dict[int, float]:
         bias: dict[int, float] = {}
         for key, value in (self.logit_bias or {}).items():
@@ -151,7 +164,7 @@ class ChatRequest(CommonRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def refuse_unsupported(self) -> None:
-        """Raises `RequestError` for what would change the answer and cannot be done."""
+        super().refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.tool_choice not in (None, "auto", "none"):
@@ -174,7 +187,7 @@ class CompletionRequest(CommonRequest):
         return self.logprobs
 
     def refuse_unsupported(self) -> None:
-        """Raises `RequestError` for what would change the answer and cannot be done."""
+        super().refuse_unsupported()
         for name in ("echo", "suffix"):
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported", param=name)

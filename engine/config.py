@@ -22,6 +22,8 @@ class EngineConfig:
         kv_bytes: size of the KV pool; 0 takes a quarter of the free memory (at most 4 GiB on the CPU).
         kv_host_bytes: host memory for KV blocks that leave the device; 0: none.
         kv_remote: `redis://…`, `rediss://…`, `unix://…` or `lmcache://host:port` behind it; empty: none.
+        kv_host_quota: bytes of host memory that one tenant (one `cache_salt`) may hold; 0: no limit.
+        kv_remote_quota: bytes that one tenant may hold in the remote tier (Redis only); 0: no limit.
         write_through_uses: prompts that must have used a block before it is stored remotely at once; 1: every block.
         max_context: longest prompt plus answer; 0 takes the model's own.
         step_tokens: token budget of one scheduling step.
@@ -49,6 +51,8 @@ class EngineConfig:
     threads: int = 0
     kv_host_bytes: int = 0
     kv_remote: str = ""
+    kv_host_quota: int = 0
+    kv_remote_quota: int = 0
     write_through_uses: int = 2
     kv_events: str = ""
     kv_events_replay: str = ""
@@ -62,7 +66,8 @@ class EngineConfig:
                 f"the prefill chunk ({self.prefill_chunk}) must be a multiple of the block size ({self.block_size})"
             )
         if (
-            min(self.kv_bytes, self.kv_host_bytes, self.max_context, self.threads) < 0
+            min(self.kv_bytes, self.kv_host_bytes, self.kv_host_quota, self.kv_remote_quota) < 0
+            or min(self.max_context, self.threads) < 0
             or min(self.step_tokens, self.max_running, self.write_through_uses) < 1
         ):
             raise ModelError("sizes and counts must not be negative, and at least one token and sequence must fit")

@@ -197,6 +197,11 @@ def _views(staging: Tensor) -> list[memoryview]:
     return [memoryview(row) for row in rows]
 
 
+def _quota(limit: int) -> Callable[[bytes], int | None]:
+    """The same byte quota for every tenant; 0: none."""
+    return lambda tenant: limit or None
+
+
 def build_stack(config: EngineConfig, layout: LayoutId, block_bytes: int) -> TierStack | None:
     """The tiers a configuration names; None if it names none. Raises `ModelError` for a remote that cannot be used."""
     if not config.prefix_reuse or not (config.kv_host_bytes or config.kv_remote):
@@ -205,14 +210,20 @@ def build_stack(config: EngineConfig, layout: LayoutId, block_bytes: int) -> Tie
     scheme = config.kv_remote.partition("://")[0]
     try:
         if scheme in ("redis", "rediss", "unix"):
-            remote = GuardedTier(RedisTier(config.kv_remote, codec), block_bytes)
+            remote = GuardedTier(RedisTier(config.kv_remote, codec, quota=_quota(config.kv_remote_quota)), block_bytes)
+        elif scheme == "lmcache" and config.kv_remote_quota:
+            raise ModelError("LMCache keeps no quotas by tenant; only a Redis remote tier does")
         elif scheme == "lmcache":
             remote = GuardedTier(LMCacheTier(config.kv_remote, codec, config.block_size), block_bytes)
         elif config.kv_remote:
             raise ModelError(f"the remote KV tier {config.kv_remote!r} is unknown; use redis://… or lmcache://…")
         else:
             remote = None
-        host = HostTier(config.kv_host_bytes, block_bytes) if config.kv_host_bytes else None
+        host = (
+            HostTier(config.kv_host_bytes, block_bytes, quota=_quota(config.kv_host_quota))
+            if config.kv_host_bytes
+            else None
+        )
     except (LMCacheUnavailable, ValueError) as error:
         raise ModelError(f"the KV tiers cannot be set up: {error}") from error
     return TierStack(
