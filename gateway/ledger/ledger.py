@@ -36,8 +36,8 @@ HOLD_OFF = 600.0
 is wrong for a moment must not cost a month of history."""
 JUMP = 300.0
 """Seconds that the wall clock may gain or lose on the monotonic one without counting as a jump."""
-IN_MEMORY = config.Ledger(keep=86_400.0, max_bytes=256 << 20)
-"""Bounds where no file is kept."""
+IN_MEMORY = (86_400.0, 64 << 20)
+"""Seconds and bytes that are kept where there is no file."""
 _LOG_EVERY = 60.0
 
 
@@ -49,7 +49,7 @@ class Ledger:
     """`open` before use, `close` at the end; `run` writes in the background. ``settings`` None: in memory only."""
 
     def __init__(self, settings: config.Ledger | None, clock: Clock) -> None:
-        self._settings = settings or IN_MEMORY
+        self._keep, self._max_bytes = (settings.keep, settings.max_bytes) if settings is not None else IN_MEMORY
         self._clock = clock
         self._book = Book()
         self.record: Callable[[Row], None] = self._book.record
@@ -151,9 +151,9 @@ class Ledger:
         if self.problem or now < self._prune_at:
             return
         self._prune_at = now + PRUNE_EVERY
-        before = wall - self._settings.keep if now >= self._hold_until else 0.0
+        before = wall - self._keep if now >= self._hold_until else 0.0
         try:
-            await self._on(self._writing, lambda: self._store.prune(before, self._settings.max_bytes, wall))
+            await self._on(self._writing, lambda: self._store.prune(before, self._max_bytes, wall))
         except (sqlite3.Error, OSError) as error:
             self._failed(error, Pages())
 
