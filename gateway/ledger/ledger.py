@@ -59,7 +59,7 @@ class Ledger:
         self.worker = f"{os.getpid()}-{secrets.token_hex(2)}"
         self.problem = ""
         self._vitals: Callable[[], str] = lambda: "{}"
-        self._store = Store(self._settings.path if settings is not None else None)
+        self._store = Store(settings.path if settings is not None else None)
         self._writing = ThreadPoolExecutor(1, "ledger")
         self._reading = self._writing if settings is None else ThreadPoolExecutor(1, "ledger-reading")
         self._flushing = asyncio.Lock()
