@@ -42,7 +42,7 @@ class Gateway:
         self.runtime = runtime
         self._source = source
         self.shortcut = Shortcut(runtime)
-        self.heads = Heads(self.shortcut, runtime.config.limits.max_body)
+        self.heads = Heads(self.shortcut, runtime)
         self.pipeline = Pipeline(runtime, self.shortcut)
         runtime.on_change += [self.shortcut.forget, self.heads.forget]
         runtime.ledger.watch(lambda: packed(runtime))

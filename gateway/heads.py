@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from gateway.http import Request
+from gateway.runtime import Runtime
 from gateway.shortcut import Caught, Shortcut
 
 MAX_HEAD = 16 * 1024
@@ -37,9 +38,9 @@ class Head:
 class Heads:
     """Understood heads by their bytes; `forget` when the configuration changes, since a head decides the caller."""
 
-    def __init__(self, shortcut: Shortcut, max_body: int) -> None:
+    def __init__(self, shortcut: Shortcut, runtime: Runtime) -> None:
         self._shortcut = shortcut
-        self._max_body = max_body
+        self._runtime = runtime
         self._read: dict[bytes, Head | None] = {}
 
     def forget(self) -> None:
@@ -70,7 +71,7 @@ class Heads:
         if values.get(b"connection", b"keep-alive").lower() != b"keep-alive":
             return None
         length = values.get(b"content-length", b"")
-        if not (length.isdigit() and len(length) < 12 and 0 < int(length) <= self._max_body):
+        if not (length.isdigit() and len(length) < 12 and 0 < int(length) <= self._runtime.config.limits.max_body):
             return None
         caught = self._shortcut.understand(Request("POST", path.decode(), b"", headers, b""))
         return Head(len(head), int(length), caught) if caught is not None else None

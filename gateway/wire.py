@@ -36,7 +36,7 @@ class WireProtocol(HttpToolsProtocol):
         self._parts: list[bytes] = []
         self._missing = 0
         self._waiting: list[bytes] | None = None  # a lookup in the shared store is under way; what came meanwhile
-        self._running: asyncio.Task[None] | None = None  # the last request that took the full path
+        self._for_caller: asyncio.Task[None] | None = None  # the request on the full path, if it serves the caller only
         self._ending = False
         self._last_hit = 0.0
         self._common: list[tuple[bytes, bytes]] = []  # uvicorn's own headers, made anew each second
@@ -48,10 +48,15 @@ class WireProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
         elif self._head is not None:
             self._more(self._head, data)
-        elif self._in_message or self.pipeline or (self.cycle is not None and not self.cycle.response_complete):
+        elif self._is_busy():
             super().data_received(data)
         else:
             self._first(data)
+
+    def _is_busy(self) -> bool:
+        """Whether uvicorn has a request that is not over, or an answer that the caller has not taken yet."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        return self._in_message or answering or bool(self.pipeline) or self.flow.write_paused
 
     def _first(self, data: bytes) -> None:
         """Data between two requests: it begins a new one."""
@@ -112,8 +117,8 @@ class WireProtocol(HttpToolsProtocol):
         if behind:
             self.flow.resume_reading()
             self.data_received(b"".join(behind))
-        elif self._ending:
-            super().shutdown()
+        if self._ending:
+            self.shutdown()
 
     def _respond(self, answer: bytes) -> None:
         common = self.server_state.default_headers
@@ -127,19 +132,23 @@ class WireProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_handler()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = self.loop.create_task(cycle.run_asgi(app))
-        self._running.add_done_callback(self.tasks.discard)
-        self.tasks.add(self._running)
+        task = self.loop.create_task(cycle.run_asgi(app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        self._for_caller = task if cycle.scope["path"].startswith("/v1/") else None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is computed for a caller who has left."""
         super().connection_lost(exc)
-        if self._running is not None and self.scope["path"].startswith("/v1/"):
-            self._running.cancel()
+        if self._for_caller is not None:
+            self._for_caller.cancel()
 
     def shutdown(self) -> None:
-        """A request whose lookup is under way is still answered."""
+        """A request that is still coming, or whose lookup is under way, is still answered."""
         self._ending = True
+        if self._head is not None:
+            self._head, begun = None, b"".join(self._parts)
+            super().data_received(begun)
         if self._waiting is None:
             super().shutdown()
 
@@ -153,6 +162,8 @@ class WireProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """The timer is not renewed by every hit; when it fires it looks whether it is due."""
+        if self._head is not None or self._waiting is not None:
+            self._last_hit = self.loop.time()  # a request is on its way
         left = self._last_hit + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
