@@ -13,7 +13,7 @@ from gateway.access import plain, require_operator
 from gateway.dialects import DIALECTS
 from gateway.plan import BadRequest, read_body
 from gateway.reload import ReloadError, Source, reload
-from gateway.reporting import rows_response, sums_response
+from gateway.reporting import outcomes, rows_response, sums_response
 from gateway.runtime import Runtime
 from gateway.tenants import Caller, Denied
 from gateway.vitals import of_all_workers
@@ -33,6 +33,7 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     @router.get("/status")
     async def status() -> dict[str, Any]:
         return {
+            "outcomes": await outcomes(runtime),
             "worker": runtime.ledger.worker,
             "workers": await of_all_workers(runtime),
             "faq_entries": len(runtime.faq.entries),

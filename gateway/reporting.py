@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.config.units import parse_time
 from gateway.ledger import LedgerClosed, query
+from gateway.ledger.counters import REQUESTS
 from gateway.ledger.query import FOREVER, Scope, Sum
 from gateway.ledger.report import as_csv, figures, hit_rates, merged
 from gateway.ledger.schema import GROUP, MINUTE
@@ -44,6 +45,15 @@ async def rows_response(runtime: Runtime, asked: Mapping[str, str], tenant: str 
         raise HTTPException(400, f"'limit' must be a number from 1 to {MOST_ROWS}.")
     rows = await _ask(runtime, lambda connection: query.rows(connection, scope, int(limit)))
     return _csv(rows, "requests") if _format(asked) == "csv" else JSONResponse({"rows": rows})
+
+
+async def outcomes(runtime: Runtime) -> dict[str, int] | None:
+    """All requests that are remembered, by outcome; None where the ledger cannot be read."""
+    try:
+        sums = await runtime.ledger.read(lambda connection: query.sums(connection, Scope(), ("outcome",)))
+    except LedgerClosed:
+        return None
+    return {line.key[0]: line.counts[REQUESTS] for line in sums if line.counts[REQUESTS]}
 
 
 def scope_of(asked: Mapping[str, str], tenant: str | None, now: float) -> Scope:

@@ -17,9 +17,9 @@ from tests.harness import Running, running_gateway
 
 
 @pytest.fixture
-async def after(tmp_path: Path) -> AsyncIterator[Running]:
-    async with after_known_traffic(tmp_path) as gateway:
-        yield gateway
+async def gateway(tmp_path: Path) -> AsyncIterator[Running]:
+    async with after_known_traffic(tmp_path) as running:
+        yield running
 
 
 async def groups(gateway: Running, question: str = "") -> list[dict[str, Any]]:
@@ -28,8 +28,7 @@ async def groups(gateway: Running, question: str = "") -> list[dict[str, Any]]:
     return response.json()["groups"]
 
 
-async def test_every_number_of_the_ledger_is_the_truth(after: Running) -> None:
-    gateway = after
+async def test_every_number_of_the_ledger_is_the_truth(gateway: Running) -> None:
     lines = {line["outcome"]: line for line in await groups(gateway)}
     assert {outcome: line["requests"] for outcome, line in lines.items()} == REQUESTS
     assert {outcome: line["calls"] for outcome, line in lines.items() if line["calls"]} == CALLS
@@ -67,8 +66,7 @@ async def test_every_number_of_the_ledger_is_the_truth(after: Running) -> None:
     assert all_["slo_met"] == all_["slo_judged"] - 3  # not the two upstream errors, nor the slow one
 
 
-async def test_a_clock_that_is_set_back_and_a_restart_move_nothing_out_of_sight(after: Running) -> None:
-    gateway = after
+async def test_a_clock_that_is_set_back_and_a_restart_move_nothing_out_of_sight(gateway: Running) -> None:
     noon = NOON
     by_minute = Counter[int]()
     for line in await groups(gateway, "?step=1m&by=outcome"):
@@ -78,8 +76,7 @@ async def test_a_clock_that_is_set_back_and_a_restart_move_nothing_out_of_sight(
     assert hour["requests"] == 20
 
 
-async def test_metrics_say_the_same(after: Running) -> None:
-    gateway = after
+async def test_metrics_say_the_same(gateway: Running) -> None:
     response = await gateway.client.get("/metrics")
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for family in text_string_to_metric_families(response.text):
@@ -111,8 +108,13 @@ async def test_metrics_say_the_same(after: Running) -> None:
     assert sums["warmgate_ledger_ok", ""] == 1
 
 
-async def test_rows_and_csv_say_the_same(after: Running) -> None:
-    gateway = after
+async def test_the_status_says_the_same(gateway: Running) -> None:
+    status = (await gateway.client.get("/admin/status")).json()
+    assert status["outcomes"] == REQUESTS
+    assert list(status["workers"]) == [status["worker"]]
+
+
+async def test_rows_and_csv_say_the_same(gateway: Running) -> None:
     rows = (await gateway.client.get("/admin/ledger/rows?limit=1000")).json()["rows"]
     assert Counter(row["outcome"] for row in rows) == REQUESTS
     reasons = Counter(row["reason"].partition(":")[0] for row in rows if row["outcome"] == "error")
