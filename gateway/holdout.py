@@ -27,27 +27,47 @@ _FARTHEST = 64  # times the usual distance, while the upstream fails
 
 
 class HoldOut:
-    """Picks hits at random distances, on average one in ``1 / share``. ``left``: hits until the next one."""
+    """Picks hits at random distances, on average one in ``1 / share``."""
 
     def __init__(self, share: float, chance: random.Random | None = None) -> None:
         self._share = share
         self._chance = chance or random.Random()
         self._stretch = 1
-        self.left = self._distance()
+        self._left = self._distance()
+        self._owed = 0  # hits that the short path has left to the full path for this
+
+    @property
+    def left(self) -> int:
+        """Hits until the next one."""
+        return self._left
 
     def went(self, well: bool) -> None:
         """How the last one went: while the upstream fails, hits are left alone more and more."""
         self._stretch = 1 if well else min(2 * self._stretch, _FARTHEST)
         if not well:
-            self.left = self._distance()
+            self._left = self._distance()
 
     def due(self) -> bool:
         """Counts a hit, and says whether it is to be sent upstream."""
-        if self.left > 0:
-            self.left -= 1
-            return False
-        self.left = self._distance()
-        return True
+        if self._owed:
+            self._owed -= 1
+            return True
+        return not self._passes()
+
+    def passes(self) -> bool:
+        """Counts a hit on the short path, and says whether it may be answered there. The one that may not, and no other
+        meanwhile, is for the full path to send upstream.
+        """
+        passes = self._passes()
+        self._owed += not passes
+        return passes
+
+    def _passes(self) -> bool:
+        if self._left > 0:
+            self._left -= 1
+            return True
+        self._left = self._distance()
+        return False
 
     def _distance(self) -> int:
         """Half to one and a half times the mean, so that a process does not begin with a hit that is none."""

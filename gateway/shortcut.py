@@ -101,12 +101,12 @@ class Shortcut:
         now = runtime.clock.time()
         if runtime.generations.fresh_until(entry.generations, entry.born, entry.expires) <= now:
             return None
-        if runtime.holdout.left == 0:
-            return None  # this hit is to be sent upstream
         try:
             if slot.ready is None or (slot.message is not entry.message and slot.message != entry.message):
                 slot.ready, slot.message = ready(plan, entry.message), entry.message
             caught.caller.require(plan.model.name)
+            if not runtime.holdout.passes():
+                return None
             runtime.tenants.admit(caught.caller)
         except (BadEntry, Denied):
             return None
@@ -116,7 +116,6 @@ class Shortcut:
         )
         took = runtime.clock.monotonic() - began
         runtime.tenants.release(caught.caller, entry.usage)
-        runtime.holdout.left -= 1
         tally = slot.tally
         if tally is None or tally.row.upstream != entry.upstream or tally.row.usage != entry.usage:
             tally = slot.tally = self._tally(plan, entry)

@@ -217,3 +217,11 @@ def _entries(running: Running) -> list[Any]:
     memory = running.app.runtime.memory
     assert memory is not None
     return [entry for entry, _ in memory._items.values()]
+
+
+def test_the_short_path_leaves_exactly_the_held_out_hit_to_the_full_path() -> None:
+    """However many hits come before the full path gets to run."""
+    hold_out = HoldOut(0.1, random.Random(1))
+    left_over = sum(not hold_out.passes() for _ in range(10_000))
+    assert 900 < left_over < 1100
+    assert sum(hold_out.due() for _ in range(left_over)) == left_over
