@@ -122,6 +122,14 @@ class _Scrape(Collector):
         circuit = _gauge("warmgate_store_circuit", "0 closed, 1 half-open, 2 open.", "store")
         calls = _counter("warmgate_store_calls", "Calls to the shared store.", "store", "call", "result")
         load = _gauge("warmgate_upstream_in_flight", "Requests under way at an upstream.", "upstream")
+        pending = _gauge("warmgate_upstream_pending_tokens", "Prompt tokens sent and not yet computed.", "upstream")
+        ejected = _gauge(
+            "warmgate_upstream_ejected", "Whether an upstream is left alone because it failed.", "upstream"
+        )
+        routes = _counter("warmgate_route_decisions", "Upstream calls by the reason for where they went.", "reason")
+        held = _counter("warmgate_route_tokens", "Prompt tokens held where they went, as expected and as told.", "kind")
+        blocks = _gauge("warmgate_route_index_blocks", "Beginnings of prompts in the router's index.")
+        events = _counter("warmgate_kv_events", "KV events, and what was wrong with them.", "upstream", "what")
         ledger = _gauge("warmgate_ledger_ok", "Whether the ledger can be written.")
         dropped = _counter("warmgate_ledger_dropped", "Requests that the ledger had to give up counting.")
         for worker, told in self._workers.items():
@@ -142,9 +150,38 @@ class _Scrape(Collector):
                         calls.add_metric([worker, name, call, result], count)
             for upstream, state in told["upstreams"].items():
                 load.add_metric([worker, upstream], state["in_flight"])
+                pending.add_metric([worker, upstream], state["pending"])
+                ejected.add_metric([worker, upstream], state["ejected"])
+            for reason, count in told["routing"]["decisions"].items():
+                routes.add_metric([worker, reason], count)
+            for kind in ("expected", "told"):
+                held.add_metric([worker, kind], told["routing"][kind])
+            blocks.add_metric([worker], told["routing"]["blocks"])
+            for upstream, counts in told["routing"]["events"].items():
+                for what, count in counts.items():
+                    events.add_metric([worker, upstream, what], count)
             ledger.add_metric([worker], not told["ledger"]["problem"])
             dropped.add_metric([worker], told["ledger"]["dropped"])
-        yield from (flights, memory, most, entries, evictions, not_stored, bad, circuit, calls, load, ledger, dropped)
+        yield from (
+            flights,
+            memory,
+            most,
+            entries,
+            evictions,
+            not_stored,
+            bad,
+            circuit,
+            calls,
+            load,
+            pending,
+            ejected,
+            routes,
+            held,
+            blocks,
+            events,
+            ledger,
+            dropped,
+        )
 
 
 def _labels(key: Sequence[object]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import orjson
@@ -14,26 +14,47 @@ from gateway.tenants import Caller, Denied
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
 from gateway.upstreams.headers import through_to_caller, through_to_upstream
 from gateway.upstreams.pool import Member
+from gateway.upstreams.router import Asked, Route
 
 
 async def pass_through(runtime: Runtime, request: Request, request_id: str, row: Row, caller: Caller) -> Response:
-    """Sends any other ``/v1/…`` request to the upstream of the model it names, or else to the first upstream."""
+    """Sends any other ``/v1/…`` request to an upstream of the model it names, or else to the first upstream. Another is
+    tried only if the request cannot have reached the one before.
+    """
     row.outcome = "bypass"
     name = _model_named(request)
     if caller.models is not None:
         if name is None:
             raise Denied(403, "This key is limited to some models, and this request names none.", "model_not_allowed")
         caller.require(name)
-    member = await _member(runtime, name, request)
-    row.model, row.upstream = runtime.planner.model(name).target if name else "", member.name
-    headers = through_to_upstream(request, request_id, member.proof(request))
-    with member.loaded():
-        response = await member.send(request.method, request.path, request.query, headers, request.body)
+    members = await _members(runtime, name, request)
+    row.model = runtime.planner.model(name).target if name else ""
+    asked = Asked(row.model, len(request.body))
+    while True:
+        route = runtime.router.route(asked, members)
+        try:
+            response = await _send(route.member, request, request_id)
+            break
+        except UpstreamError as error:
+            route.failed()
+            route.close()
+            members = [member for member in members if member is not route.member]
+            if error.sent or not members:
+                raise
+        except BaseException:
+            route.close()
+            raise
+    row.upstream = route.member.name
     if response.status >= 400:
         row.outcome, row.reason = "error", f"status {response.status}"
-    kept = [*through_to_caller(response.headers), (b"x-warmgate-upstream", member.name.encode())]
-    kept.append((b"cache-status", b"warmgate; fwd=bypass"))
-    return Response(response.status, kept, await begun(_body(response, member)))
+    kept = [*through_to_caller(response.headers), (b"x-warmgate-upstream", row.upstream.encode())]
+    kept += [(b"x-warmgate-route", route.header), (b"cache-status", b"warmgate; fwd=bypass")]
+    return Response(response.status, kept, await begun(_body(response, route)))
+
+
+async def _send(member: Member, request: Request, request_id: str) -> UpstreamResponse:
+    headers = through_to_upstream(request, request_id, member.proof(request))
+    return await member.send(request.method, request.path, request.query, headers, request.body)
 
 
 async def list_models(runtime: Runtime, request: Request, caller: Caller) -> bytes:
@@ -45,21 +66,21 @@ async def list_models(runtime: Runtime, request: Request, caller: Caller) -> byt
     return orjson.dumps({"object": "list", "data": data})
 
 
-async def _member(runtime: Runtime, name: str | None, request: Request) -> Member:
+async def _members(runtime: Runtime, name: str | None, request: Request) -> Sequence[Member]:
+    """The upstreams that serve the model of this name; the first of all where that is not known."""
     if not runtime.pool.members:
         raise UpstreamError("connect", "no upstream is configured", sent=False)
-    if name is not None:
-        serving = await runtime.pool.serving(runtime.planner.model(name).target, request)
-        if serving:
-            return serving[0]
-    return runtime.pool.members[0]
+    serving = await runtime.pool.serving(runtime.planner.model(name).target, request) if name is not None else []
+    return serving or runtime.pool.members[:1]
 
 
-async def _body(response: UpstreamResponse, member: Member) -> AsyncGenerator[bytes, None]:
-    with member.loaded():
+async def _body(response: UpstreamResponse, route: Route) -> AsyncGenerator[bytes, None]:
+    with route:
         try:
             yield b""
             async for chunk in response.chunks():
+                if route.waiting:
+                    route.begun(first_token=False)
                 yield chunk
         finally:
             response.close()

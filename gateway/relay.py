@@ -29,6 +29,7 @@ from gateway.sse import Event, EventReader, EventTooLarge
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
 from gateway.upstreams.headers import to_caller, to_upstream
 from gateway.upstreams.pool import Member
+from gateway.upstreams.router import Route, Router
 from policies.cacheability import Outcome, storable
 
 WINDOW = 256 * 1024
@@ -99,8 +100,10 @@ class Relay:
         cache: Cache,
         not_stored: Counter[str],
         spent: Callable[[Call], None],
+        router: Router,
     ) -> None:
         self._planner = planner
+        self._router = router
         self._keeper = keeper
         self._generations = generations
         self._clock = clock
@@ -118,29 +121,37 @@ class Relay:
         flight: CallFlight,
         cause: RowOutcome,
     ) -> Landed:
-        """The producer: calls the first of ``members`` that answers; raises `UpstreamError` when none does. ``cause``:
-        the outcome of the request for which it calls.
+        """The producer: calls ``members``, the best first, until one answers; raises `UpstreamError` when none does.
+        Another is tried as long as nothing of an answer has been passed on. ``cause``: the outcome of the request for
+        which it calls.
         """
         born = self._clock.time()
         stamped = self._generations.stamp(plan.scopes)
-        for position, member in enumerate(members):
-            last = position == len(members) - 1
-            with member.loaded(), self._counted(plan, member, cause) as call:
+        salt = self._planner.salt(plan.caller.tenant)
+        asked = await self._router.read(plan.model.target, plan.dialect.path, plan.body, salt, members)
+        left = list(members)
+        while left:
+            with self._router.route(asked, left) as route, self._counted(plan, route.member, cause) as call:
+                left.remove(route.member)
                 try:
-                    response = await self._send(plan, request, request_id, member)
+                    response = await self._send(plan, request, request_id, route.member)
+                    if response.status >= 300:
+                        call.usage = UNUSED
+                    if response.status in RETRY_ELSEWHERE:
+                        route.failed()
+                        if left:
+                            response.close()
+                            continue
+                    keep = partial(self._keep, plan, born, stamped, cause == "stale")
+                    landed = await self._read(plan, route, response, flight, keep)
                 except UpstreamError as error:
                     call.made = error.sent
-                    if last:
+                    route.failed()
+                    if flight.opened or not left:
                         raise
                     continue
-                if response.status >= 300:
-                    call.usage = UNUSED
-                if response.status in RETRY_ELSEWHERE and not last:
-                    response.close()
-                    continue
-                keep = partial(self._keep, plan, born, stamped, cause == "stale")
-                landed = await self._read(plan, member, response, flight, keep)
                 call.usage = call.usage or landed.answer.usage
+                route.learn(landed.answer.usage)
             return landed
         raise UpstreamError("connect", "no upstream serves this model", sent=False)
 
@@ -161,31 +172,43 @@ class Relay:
         return await member.send("POST", plan.dialect.path, request.query, headers, body)
 
     async def _read(
-        self, plan: Plan, member: Member, response: UpstreamResponse, flight: CallFlight, keep: Keep
+        self, plan: Plan, route: Route, response: UpstreamResponse, flight: CallFlight, keep: Keep
     ) -> Landed:
+        name = route.member.name
         kind = next((value for name, value in response.headers if name == b"content-type"), b"")
         coding = next((value for name, value in response.headers if name == b"content-encoding"), None)
-        headers = to_caller(response.headers)
+        headers = [*to_caller(response.headers), (b"x-warmgate-route", route.header)]
         stream = response.status == 200 and kind.lower().startswith(b"text/event-stream")
         try:
             codec = decoder(coding) if coding else None
         except UnknownCoding:
             assert coding is not None
-            head = Head(response.status, [*headers, (b"content-encoding", coding)], member.name, False, False)
+            head = Head(response.status, [*headers, (b"content-encoding", coding)], name, False, False)
             flight.open(head)
             await _pass_on(response.chunks(), b"", flight)
             return keep(Landed(head, Answer(None, Outcome(fault="unknown content coding")), False, ""))
-        head = Head(response.status, headers, member.name, stream, not stream)
-        return await self.read(plan, head, _decoded(response, codec), flight, keep)
+        head = Head(response.status, headers, name, stream, not stream)
+        begun = partial(route.begun, first_token=stream)
+        return await self.read(plan, head, _decoded(response, codec), flight, keep, begun)
 
     async def read(
-        self, plan: Plan, head: Head, body: AsyncGenerator[bytes, None], flight: CallFlight, keep: Keep
+        self,
+        plan: Plan,
+        head: Head,
+        body: AsyncGenerator[bytes, None],
+        flight: CallFlight,
+        keep: Keep,
+        begun: Callable[[], None] = lambda: None,
     ) -> Landed:
-        """Reads an answer, decoded, on its way to the followers of ``flight``."""
+        """Reads an answer, decoded, on its way to the followers of ``flight``; ``begun`` is called when it begins.
+        Nothing is passed on before there is a first piece, so that another upstream may be asked until then.
+        """
         async with aclosing(body) as chunks:
             if head.stream:
+                first = await anext(chunks, b"")
+                begun()
                 flight.open(head)
-                answer, failure, last = await _read_stream(plan, chunks, flight)
+                answer, failure, last = await _read_stream(plan, first, chunks, flight)
                 landed = keep(Landed(head, answer, False, "", failure))
                 # Callers leave when they have the last piece, so all must be settled before they get it.
                 flight.keep_going()
@@ -193,6 +216,7 @@ class Relay:
                 await flight.push(last)
                 await _run_out(chunks)
                 return landed
+            begun()
             return await self._read_plain(plan, head, chunks, flight, keep)
 
     async def _read_plain(
@@ -250,7 +274,7 @@ class Relay:
 
 
 async def _read_stream(
-    plan: Plan, chunks: AsyncGenerator[bytes, None], flight: CallFlight
+    plan: Plan, first: bytes, chunks: AsyncGenerator[bytes, None], flight: CallFlight
 ) -> tuple[Answer, str, Piece]:
     """Passes events on as they come, but for the last piece, which it returns with the answer and what failed, if
     anything. A stream that breaks ends with exactly one error event, and no made-up end.
@@ -258,7 +282,7 @@ async def _read_stream(
     collector = plan.dialect.collector(plan.body)
     failure = ""
     try:
-        async with aclosing(_events(chunks)) as events:
+        async with aclosing(_events(first, chunks)) as events:
             async for event in events:
                 piece = collector.feed(event)
                 if collector.ended:
@@ -274,8 +298,10 @@ async def _read_stream(
     return broken, failure, Piece(event, event, last=True)
 
 
-async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Event, None]:
+async def _events(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Event, None]:
     reader = EventReader()
+    for event in reader.feed(first):
+        yield event
     async for chunk in chunks:
         for event in reader.feed(chunk):
             yield event

@@ -35,6 +35,7 @@ from gateway.relay import CallFlight, Relay
 from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.pool import Pool
+from gateway.upstreams.router import Router
 from policies.pricing import PriceError, PriceTable
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Runtime:
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
         self.client = UpstreamClient()
+        self.router = Router(self.clock)
+        self.pool = Pool(config, self.client, self.clock)
         self.ledger = Ledger(config.ledger, self.clock)
         self.generations = Generations()
         self.flights: Flights[CallFlight] = Flights(self.generations)
@@ -82,7 +85,8 @@ class Runtime:
         if config.telemetry.otlp is not None:
             log.warning("telemetry.otlp is not available in this version: nothing is sent there; /metrics is")
         self.tenants = Tenants(config, self.clock)
-        self.pool = Pool(config, self.client, self.clock)
+        self.pool.apply(config, config.upstreams)
+        self.router.apply(config.routing, self.pool.members)
         self.planner = Planner(config, self.secret)
         self.keeper.min_uses = config.cache.min_uses
         self.relay = Relay(
@@ -93,6 +97,7 @@ class Runtime:
             config.cache,
             self.not_stored,
             self.ledger.spent,
+            self.router,
         )
         self.ledger.apply(self._prices(), service_levels(config))
         self.holdout = HoldOut(config.cache.holdout)
@@ -107,6 +112,7 @@ class Runtime:
             for scope, generation in (await self.shared.generations() or {}).items():
                 self.generations.learn(scope, generation)
             self.background(self.shared.watch(self.generations.learn))
+        self.router.exact.open()
         self.background(self._watch_faq())
         self.background(self.ledger.run())
 
@@ -118,6 +124,7 @@ class Runtime:
         await self.keeper.drain()
         if self.shared is not None:
             await self.shared.close()
+        await self.router.exact.close()
         await self.client.close()
         await self.ledger.close()
 

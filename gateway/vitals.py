@@ -15,7 +15,7 @@ from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
 
 Vitals = dict[str, Any]
-FORM = 1
+FORM = 2
 """Raised whenever the words change, since workers of two versions may share a ledger for a while."""
 
 
@@ -38,9 +38,16 @@ def vitals(runtime: Runtime) -> Vitals:
         if shared is None
         else {"name": shared.name, "circuit": shared.breaker.state, "calls": shared.counters},
         "upstreams": {
-            member.name: {"in_flight": member.in_flight, "models": sorted(member.known_models or ())}
+            member.name: {
+                "in_flight": member.in_flight,
+                "elsewhere": member.elsewhere,
+                "pending": member.engine.pending,
+                "ejected": member.health.ejected,
+                "models": sorted(member.known_models or ()),
+            }
             for member in runtime.pool.members
         },
+        "routing": runtime.router.told_of(),
         "not_stored": runtime.not_stored,
         "bad_entries": runtime.recall.bad_entries,
         "ledger": {"problem": runtime.ledger.problem, "dropped": runtime.ledger.dropped},

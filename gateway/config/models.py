@@ -76,9 +76,18 @@ class Timeouts(Section):
 
 
 class KvEvents(Section):
-    bind: SocketUrl
+    """Where an upstream tells what it holds. For a ``tcp://`` endpoint vLLM connects, so that the gateway binds."""
+
+    bind: SocketUrl | None = None
+    connect: SocketUrl | None = None
     replay: SocketUrl | None = None
-    block_size: Count | None = None
+    block_size: Count | None = None  # None: whatever the events say
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> Self:
+        if (self.bind is None) == (self.connect is None):
+            raise ValueError("must hold one of 'bind' and 'connect'")
+        return self
 
 
 class Upstream(Section):
@@ -90,6 +99,8 @@ class Upstream(Section):
     api_key: SecretRef | None = None
     models: tuple[Text, ...] | None = None  # None: asked from /v1/models
     role: Literal["both", "prefill", "decode"] = "both"
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # its share of the traffic against that of others
+    dns: bool = False  # one upstream for each address of the URL's host, looked up anew from time to time
     cache_salt: bool = False  # send the tenant's salt, so that prefix reuse never crosses tenants
     timeouts: Timeouts = Timeouts()
     kv_events: KvEvents | None = None
@@ -237,8 +248,9 @@ class EngineConfig(Section):
 
 
 class Routing(Section):
-    policy: Literal["prefix", "load", "round_robin"] = "prefix"
+    policy: Literal["prefix", "load", "round_robin", "sticky"] = "prefix"
     max_load_ratio: Annotated[float, Field(ge=1)] = 1.3
+    probe: Seconds = 5.0  # between two looks at each upstream's health and load; 0: none
 
 
 class Disaggregation(Section):

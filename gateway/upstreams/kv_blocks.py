@@ -62,10 +62,11 @@ class Batch:
 @dataclass(slots=True)
 class Changes:
     """What a batch means for the index, in order: (tier, hashes added or removed, added?). ``cleared``: drop
-    everything first.
+    everything first. ``block_size``: tokens in a block, where any were added.
     """
 
     cleared: bool = False
+    block_size: int = 0
     steps: list[tuple[int, list[int], bool]] = field(default_factory=list)
 
 
@@ -102,12 +103,13 @@ def _events(events: list[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 class Mirror:
-    """What one engine holds, by its own names. ``bad`` counts what could not be used, by reason; ``orphans``: blocks
-    whose parent is unknown, so that something was missed.
+    """What one engine holds, by its own names, at most ``max_blocks`` a tier. ``only_size``: tokens in the blocks that
+    are taken. ``bad`` counts what could not be used, by reason; ``orphans``: blocks whose parent is unknown, so that
+    something was missed.
     """
 
-    def __init__(self, max_blocks: int) -> None:
-        self._most = max_blocks
+    def __init__(self, max_blocks: int, only_size: int | None = None) -> None:
+        self._most, self._only_size = max_blocks, only_size
         self._held: list[dict[Theirs, int]] = [{} for _ in range(TIERS)]
         self.bad: Counter[str] = Counter()
         self.orphans = 0
@@ -122,7 +124,7 @@ class Mirror:
 
     def apply(self, batch: Batch) -> Changes:
         """Takes a batch; what is bad in it is counted and left out."""
-        changes = Changes()
+        changes = Changes(block_size=self.block_size)
         for kind, event in batch.events:
             try:
                 if kind == "BlockStored":
@@ -142,6 +144,8 @@ class Mirror:
         names, tokens, size = _names(event), event.get("token_ids"), event.get("block_size")
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_BLOCK_SIZE:
             raise BadEvent("bad block size")
+        if self._only_size is not None and size != self._only_size:
+            raise BadEvent("another block size")
         if not isinstance(tokens, list) or len(tokens) != size * len(names):
             raise BadEvent("tokens do not fit the blocks")
         try:
@@ -155,7 +159,7 @@ class Mirror:
         if previous is None:
             self.orphans += 1
             raise BadEvent("unknown parent")
-        self.block_size = size
+        self.block_size = changes.block_size = size
         tier = _tier(event)
         held, ours = self._held[tier], []
         for i, name in enumerate(names):

@@ -43,6 +43,7 @@ class Source:
     connect: str | None
     replay: str | None
     max_blocks: int
+    block_size: int | None = None  # tokens in a block; others are left out
     silence: float = 10.0  # seconds after which it is asked whether it is still the same
     patience: float = 2.0  # seconds that a replay may take to go on
     bind_every: float = 5.0  # seconds between attempts to bind what another worker has bound
@@ -112,13 +113,9 @@ class KvListener:
         live.set(zmq.MAXMSGSIZE, MAX_PAYLOAD)
         live.set(zmq.RCVHWM, 10_000)
         live.set(zmq.SUBSCRIBE, b"")
-        replay = None
-        if source.replay is not None:
-            replay = self._context.socket(zmq.DEALER)
-            replay.set(zmq.MAXMSGSIZE, MAX_PAYLOAD)
-            replay.connect(source.replay)
-        feed = _Feed(source, Mirror(source.max_blocks), live, replay, heard=self._clock())
         try:
+            replay = self._replay_socket(source)
+            feed = _Feed(source, Mirror(source.max_blocks, source.block_size), live, replay, heard=self._clock())
             if source.connect is not None:
                 live.connect(source.connect)
             if source.bind is not None:
@@ -127,6 +124,14 @@ class KvListener:
             live.close()
             raise
         return feed
+
+    def _replay_socket(self, source: Source) -> zmq.Socket[bytes] | None:
+        if source.replay is None:
+            return None
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.set(zmq.MAXMSGSIZE, MAX_PAYLOAD)
+        socket.connect(source.replay)
+        return socket
 
     def _bind(self, feed: _Feed) -> None:
         """Binds, or listens to the worker that already has."""
@@ -146,10 +151,11 @@ class KvListener:
             feed.live.disconnect(shared)
         feed.bound = True
         try:
-            feed.relay = self._context.socket(zmq.PUB)
-            feed.relay.bind(shared)
+            relay: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
+            relay.bind(shared)
+            feed.relay = relay
         except zmq.ZMQError:
-            feed.relay = None  # no such sockets here, or its last owner is just going: only one worker is told
+            pass  # no such sockets here, or its last owner is just going: only one worker is told
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -157,7 +163,7 @@ class KvListener:
             for feed in self._feeds.values():
                 waits = feed.replay if feed.asked else feed.live
                 poller.register(waits or feed.live, zmq.POLLIN)
-            ready = {socket for socket, _ in poller.poll(100)} if self._feeds else self._stopping.wait(0.1) or set()
+            ready = {socket for socket, _ in poller.poll(100)}
             for feed in self._feeds.values():
                 try:
                     self._serve(feed, ready)
@@ -273,11 +279,9 @@ class KvListener:
 
     def _drop_replay(self, feed: _Feed) -> None:
         """What is still to come of a replay must not be taken for part of the next: a new socket asks."""
-        assert feed.replay is not None and feed.source.replay is not None
+        assert feed.replay is not None
         feed.replay.close(linger=0)
-        feed.replay = self._context.socket(zmq.DEALER)
-        feed.replay.set(zmq.MAXMSGSIZE, MAX_PAYLOAD)
-        feed.replay.connect(feed.source.replay)
+        feed.replay = self._replay_socket(feed.source)
 
     def _take(self, feed: _Feed, number: int, payload: bytes, batch: Batch) -> None:
         feed.expected, feed.newest, feed.last = number + 1, batch.at, _digest(payload)

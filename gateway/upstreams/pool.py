@@ -1,11 +1,10 @@
-"""The upstreams of this gateway: which of them serve a model, how loaded each is, and where a request for it goes."""
+"""The upstreams of this gateway: which of them serve a model, how loaded and how healthy each is."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import orjson
@@ -15,6 +14,8 @@ from gateway.config import Config, SecretError, Upstream
 from gateway.http import Headers, Request
 from gateway.upstreams.client import Origin, Timeouts, UpstreamClient, UpstreamError, UpstreamResponse
 from gateway.upstreams.headers import credentials
+from policies.health import Health
+from policies.routing import Engine
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +24,15 @@ LIST_FOR = 60.0
 ASK_AGAIN_AFTER = 5.0
 """Seconds after which the list is asked for again because of a model that is not on it."""
 _MAX_LIST = 4 * 1024 * 1024
+_RATE_WEIGHT = 0.2
+"""What a new measurement of the prefill rate weighs against all before it."""
 
 
 class Member:
-    """One upstream: its address, its load, and the models it serves."""
+    """One upstream: its address, its load, its health, and the models it serves.
+
+    ``in_flight``: requests from the decision to the end of the answer. ``elsewhere``: those it reports beyond these.
+    """
 
     def __init__(self, config: Upstream, client: UpstreamClient, *, open_gateway: bool) -> None:
         url = urlsplit(config.url)
@@ -34,10 +40,14 @@ class Member:
         self.config = config
         self.name = config.name
         self.in_flight = 0
+        self.elsewhere = 0
+        self.engine = Engine(config.name, config.weight)
+        self.health = Health()
+        self._rate_known = False
         self.origin = Origin(url.scheme, host, url.port or (443 if secure else 80))
         self._base = url.path.rstrip("/").removesuffix("/v1").encode()
         self._client = client
-        self._open_gateway = open_gateway
+        self.open_gateway = open_gateway
         self._timeouts = Timeouts(**config.timeouts.model_dump())
         self._listed: frozenset[str] | None = None
         self._listed_at = -1e9
@@ -54,21 +64,24 @@ class Member:
             key = self.config.api_key.resolve() if self.config.api_key is not None else None
         except SecretError as error:
             raise UpstreamError("connect", f"upstreams.{self.name}.api_key: {error}", sent=False) from None
-        return credentials(self.config.api, key, request, open_gateway=self._open_gateway)
+        return credentials(self.config.api, key, request, open_gateway=self.open_gateway)
 
     async def send(self, method: str, path: str, query: bytes, headers: Headers, body: bytes) -> UpstreamResponse:
         """Sends a request to ``path`` (``/v1/…``) under this upstream's base address."""
         target = self._base + path.encode() + (b"?" + query if query else b"")
         return await self._client.send(self.origin, method, target, headers, body, self._timeouts)
 
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Counts one request from the decision to the end of its answer, whatever the end."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+    def reports(self, requests: int) -> None:
+        """It says how many requests it has, those of others included."""
+        others = max(0, requests - self.in_flight)
+        self.engine.running += others - self.elsewhere
+        self.elsewhere = others
+
+    def measured(self, prefill_rate: float) -> None:
+        """It computed prompt tokens at this rate, in tokens per second."""
+        weight = _RATE_WEIGHT if self._rate_known else 1.0
+        self._rate_known = True
+        self.engine.prefill_rate += weight * (prefill_rate - self.engine.prefill_rate)
 
     def is_stale(self, now: float, max_age: float) -> bool:
         """Whether its own list of models is older than ``max_age`` seconds."""
@@ -93,18 +106,28 @@ class Pool:
     """All upstreams. Models are those configured, or those each upstream lists itself."""
 
     def __init__(self, config: Config, client: UpstreamClient, clock: Clock) -> None:
-        self.members = [Member(upstream, client, open_gateway=config.open) for upstream in config.upstreams]
+        self.members: list[Member] = []
+        self._client = client
         self._clock = clock
+        self.apply(config, config.upstreams)
+
+    def apply(self, config: Config, upstreams: Sequence[Upstream]) -> None:
+        """Takes upstreams into use. One that is unchanged stays as it is, with its load and all that is known of it;
+        one that is gone finishes its answers.
+        """
+        old = [member for member in self.members if member.open_gateway == config.open]
+        self.members = [
+            next((member for member in old if member.config == one), None)
+            or Member(one, self._client, open_gateway=config.open)
+            for one in upstreams
+        ]
 
     async def serving(self, model: str, asker: Request) -> list[Member]:
-        """The upstreams that serve ``model``, least loaded first; those that could not be asked come last. Empty:
-        nobody does.
-        """
+        """The upstreams that serve ``model``, or may, since they could not be asked. Empty: nobody does."""
         await self._learn(LIST_FOR, asker)
         if not any(model in (member.known_models or ()) for member in self.members):
             await self._learn(ASK_AGAIN_AFTER, asker)
-        fitting = [member for member in self.members if member.known_models is None or model in member.known_models]
-        return sorted(fitting, key=lambda member: (member.known_models is None, member.in_flight))
+        return [member for member in self.members if member.known_models is None or model in member.known_models]
 
     async def models(self, asker: Request) -> dict[str, str]:
         """Every model known to be served, with the name of an upstream that serves it."""

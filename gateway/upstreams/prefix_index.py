@@ -8,7 +8,7 @@ cached tokens say for how long (the characteristic time of its cache, Che et al.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -40,6 +40,10 @@ class PrefixIndex:
         if found is None:
             found = self._slots[name] = self._spare.popleft() if self._spare else len(self._slots)
         return found
+
+    def names(self) -> set[str]:
+        """Who has a slot."""
+        return set(self._slots)
 
     def free(self, name: str) -> None:
         """Gives a slot back; nothing may be held under it any more."""
@@ -78,15 +82,14 @@ class PrefixIndex:
 
 def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> dict[int, int]:
     """For each bit of ``alive`` that holds the first of ``chain`` in any table: how many leading ones it holds."""
-    if len(tables) == 1:
-        get = tables[0].get
-    else:
 
-        def get(name: int, _: int = 0) -> int:
-            holders = 0
-            for table in tables:
-                holders |= table.get(name, 0)
-            return holders
+    def in_any(name: int, _: int) -> int:
+        holders = 0
+        for table in tables:
+            holders |= table.get(name, 0)
+        return holders
+
+    get: Callable[[int, int], int] = tables[0].get if len(tables) == 1 else in_any
 
     depths: dict[int, int] = {}
     end = len(chain)

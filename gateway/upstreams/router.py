@@ -1,0 +1,257 @@
+"""Routing live: asks the index who holds a prompt's beginning, the policy where it goes, and counts the load it makes.
+
+A `Route` is held from the decision to the end of the answer. Nothing is awaited between a decision and its being
+counted, so that requests that come together do not all see the same idle upstream.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from cache.response.canonical import BadBody
+from gateway.clock import Clock
+from gateway.config import Routing
+from gateway.upstreams.exact import ExactSource
+from gateway.upstreams.pool import Member
+from gateway.upstreams.prefix_index import Belief, Learned, PrefixIndex
+from gateway.upstreams.prompt import CHUNK, canonical_text, chain, root_of, session_of
+from policies.routing import Ask, Decision, Held, Share, make_policy
+
+TOKENS_PER_BYTE = 0.25
+"""Until usage reports have shown how many prompt tokens a byte makes."""
+MAX_CHUNKS = 1_000_000
+"""Chunks believed to be held, all upstreams together."""
+FETCH = (0.0, 0.05, 0.3)
+"""What a token costs to fetch from device, host and remote memory, as a share of what it costs to compute."""
+_LEAST_MEASURED = 256
+"""Prompt tokens below which the time to the first token says little of the prefill rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as the router sees it. ``size``: bytes of its prompt. ``blocks``: the chain of its token blocks for
+    each upstream (by name) that tells which it holds, with the tokens in one block.
+    """
+
+    model: str
+    size: int
+    chunks: Sequence[int] = ()
+    session: int = 0
+    tokens: int = 0
+    blocks: Mapping[str, tuple[Sequence[int], int]] = field(default_factory=dict)
+
+
+class Route:
+    """One request under way to one upstream: a context that counts it there until it is left, however that happens."""
+
+    def __init__(self, router: Router, member: Member, asked: Asked, decision: Decision, now: float) -> None:
+        self.member = member
+        self.decision = decision
+        self._router, self._asked = router, asked
+        self._sent_at = now
+        self._alone = member.engine.pending <= 0
+        self._pending = float(decision.uncached)
+        self._open = True
+        member.in_flight += 1
+        member.engine.running += 1
+        member.engine.pending += self._pending
+        member.engine.add_work(self._pending, now)
+        self._belief = router.believe(member, asked, now)
+
+    @property
+    def header(self) -> bytes:
+        """For ``x-warmgate-route``: why it went there."""
+        decision = self.decision
+        held = f"; cached={decision.cached}/{decision.cached + decision.uncached}" if decision.cached else ""
+        return f"{decision.reason}{held}".encode()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its answer has not begun."""
+        return self._pending > 0
+
+    def begun(self, *, first_token: bool) -> None:
+        """Its answer begins, so that its prompt has been computed. ``first_token``: and no more than that."""
+        self.member.health.succeeded(self._router.now())
+        if first_token and self._alone and self._pending >= _LEAST_MEASURED:
+            self.member.measured(self._pending / max(1e-3, self._router.now() - self._sent_at))
+        self._settle()
+
+    def failed(self) -> None:
+        """The upstream could not be reached or could not answer: whatever it held may be lost."""
+        if self.member.health.failed(self._router.now()):
+            self._router.forget(self.member)
+
+    def learn(self, usage: Mapping[str, int] | None) -> None:
+        """The upstream reports the tokens it used; an upstream may say anything, so within bounds."""
+        prompt = (usage or {}).get("prompt")
+        if usage is None or not prompt or prompt < 0:
+            return
+        self._router.measured(self._asked, prompt)
+        told = usage.get("cached")
+        if told is not None and 0 <= told <= prompt:
+            self._router.correct(self.member, self._belief, self.decision, told, prompt)
+
+    def close(self) -> None:
+        """It is over. May be called twice."""
+        if self._open:
+            self._open = False
+            self._settle()
+            self.member.in_flight -= 1
+            self.member.engine.running -= 1
+
+    def _settle(self) -> None:
+        engine = self.member.engine
+        engine.pending = max(0.0, engine.pending - self._pending)
+        self._pending = 0.0
+
+    def __enter__(self) -> Route:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Router:
+    """Chooses among members. One per process; it outlives reloads, so that what it has learned stays."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._random = random.Random()
+        self.index = PrefixIndex()
+        self._learned: dict[str, Learned] = {}
+        self._tokens_per_byte: dict[str, float] = {}
+        self.exact = ExactSource(self.index)
+        self.decisions: Counter[str] = Counter()
+        self.expected = self.told = 0
+        self.apply(Routing(), ())
+
+    def apply(self, routing: Routing, members: Sequence[Member]) -> None:
+        """Takes a configuration, or other upstreams, into use."""
+        self._routing = routing
+        self._policy = make_policy(routing.policy, self._random.randrange, routing.max_load_ratio)
+        names = {member.name for member in members}
+        for name in self._learned.keys() - names:
+            self._learned.pop(name).clear()
+        self.exact.apply(members)
+        for name in self.index.names() - names:
+            self.index.free(name)
+        self._share = MAX_CHUNKS // max(1, len(members))
+
+    def now(self) -> float:
+        return self._clock.monotonic()
+
+    async def read(self, model: str, path: str, body: Mapping[str, Any], salt: str, members: Sequence[Member]) -> Asked:
+        """What a request asks. Cheap where there is nothing to choose."""
+        if len(members) < 2 or self._routing.policy in ("load", "round_robin"):
+            return Asked(model, _rough_size(body))
+        root = root_of(salt, model)
+        try:
+            text = canonical_text(body)
+        except BadBody:
+            return Asked(model, _rough_size(body))
+        session = session_of(body, root)
+        if self._routing.policy == "sticky":
+            return Asked(model, len(text), session=session)
+        tokens, blocks = await self.exact.read(path, body, salt, members)
+        needs_chunks = any(member.name not in blocks for member in members)
+        return Asked(model, len(text), chain(text, root, CHUNK) if needs_chunks else (), session, tokens, blocks)
+
+    def route(self, asked: Asked, members: Sequence[Member]) -> Route:
+        """Decides, and counts the load at once. ``members``: at least one."""
+        now = self._clock.monotonic()
+        able = self._able(members, now)
+        prompt = asked.tokens or int(asked.size * self._tokens_per_byte.get(asked.model, TOKENS_PER_BYTE)) or 1
+        for member in able:
+            member.engine.weight = member.config.weight * member.health.share(now)
+        held = self._held(asked, able, prompt) if len(able) > 1 else {}
+        decision = self._policy.choose([member.engine for member in able], Ask(prompt, held, asked.session), now)
+        self.decisions[decision.reason] += 1
+        return Route(self, able[decision.index], asked, decision, now)
+
+    def _able(self, members: Sequence[Member], now: float) -> Sequence[Member]:
+        """Those known to serve the model before those that may; among these the healthy, if there are any."""
+        known = [member for member in members if member.known_models is not None] or members
+        return [member for member in known if member.health.available(now)] or known
+
+    def _held(self, asked: Asked, members: Sequence[Member], prompt: int) -> Held:
+        held: dict[int, Sequence[Share]] = {}
+        for chain_, tokens_each, some in self._chains(asked, members, prompt):
+            positions = {self.index.slot(member.name): i for i, member in some}
+            for slot, depths in self.index.match(chain_, list(positions)).items():
+                at = positions[slot]
+                rate = members[at].engine.prefill_rate
+                shares, above = [], 0.0
+                for tier, depth in enumerate(depths):
+                    tokens = min(depth * tokens_each, prompt)
+                    if tokens > above:
+                        shares.append((int(tokens - above), FETCH[tier] / rate))
+                        above = tokens
+                if shares:
+                    held[at] = shares
+        return held
+
+    def _chains(
+        self, asked: Asked, members: Sequence[Member], prompt: int
+    ) -> list[tuple[Sequence[int], float, list[tuple[int, Member]]]]:
+        """The chains to look up: each with the tokens one link stands for, and for whom (by position)."""
+        chains: dict[int, tuple[Sequence[int], float, list[tuple[int, Member]]]] = {}
+        for i, member in enumerate(members):
+            blocks = asked.blocks.get(member.name)
+            if blocks is not None:
+                chains.setdefault(id(blocks[0]), (blocks[0], blocks[1], []))[2].append((i, member))
+            elif asked.chunks:
+                each = prompt * CHUNK / max(1, asked.size)
+                chains.setdefault(0, (asked.chunks, each, []))[2].append((i, member))
+        return list(chains.values())
+
+    def believe(self, member: Member, asked: Asked, now: float) -> Belief | None:
+        """A prompt goes to an upstream that does not tell what it holds: it will hold this."""
+        if not asked.chunks or member.name in asked.blocks:
+            return None
+        learned = self._learned.get(member.name)
+        if learned is None:
+            learned = self._learned[member.name] = Learned(self.index, self.index.slot(member.name), self._share)
+        return learned.send(asked.chunks, now)
+
+    def correct(self, member: Member, belief: Belief | None, decision: Decision, told: int, prompt: int) -> None:
+        """An upstream reports how many of a prompt's tokens it held."""
+        self.expected += decision.cached
+        self.told += told
+        member.engine.add_work(prompt - told - decision.uncached, self.now())
+        learned = self._learned.get(member.name)
+        if belief is not None and learned is not None:
+            learned.correct(belief, decision.cached, told)
+
+    def measured(self, asked: Asked, prompt: int) -> None:
+        """A prompt of known size made so many tokens."""
+        if asked.size:
+            seen = min(10.0, prompt / asked.size)
+            self._tokens_per_byte[asked.model] = seen + 0.8 * (self._tokens_per_byte.get(asked.model, seen) - seen)
+
+    def forget(self, member: Member) -> None:
+        """An upstream was restarted or is gone: it holds nothing of what was believed."""
+        if member.name in self._learned:
+            self._learned[member.name].clear()
+        self.exact.forget(member.name)
+
+    def told_of(self) -> dict[str, Any]:
+        """For the vitals: what was decided and what came of it."""
+        return {
+            "decisions": self.decisions,
+            "blocks": len(self.index),
+            "expected": self.expected,
+            "told": self.told,
+            "events": self.exact.counts(),
+        }
+
+
+def _rough_size(body: Mapping[str, Any]) -> int:
+    """About how many bytes of prompt there are."""
+    turns = body.get("messages") or body.get("input") or body.get("prompt") or ""
+    return len(turns) if isinstance(turns, str) else len(repr(turns))
