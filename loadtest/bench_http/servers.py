@@ -9,12 +9,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 _CACHE_ZONE = "proxy_cache_path {folder}/cache keys_zone=kept:64m max_size=1g inactive=1d use_temp_path=off;"
 _NGINX = """
@@ -129,22 +131,21 @@ def redis(folder: Path, cpu: str | None) -> Iterator[str]:
 @contextlib.contextmanager
 def _process(command: list[str], port: int, probe: str, cpu: str | None) -> Iterator[subprocess.Popen[bytes]]:
     environment = {**os.environ, "BENCH_KEY": "bench"}
-    process = subprocess.Popen(
-        _pinned(command, cpu), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    try:
-        _wait(process, f"http://127.0.0.1:{port}{probe}")
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryFile() as said:  # a pipe that nobody reads would stop a talkative server in the end
+        process = subprocess.Popen(_pinned(command, cpu), env=environment, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            _wait(process, f"http://127.0.0.1:{port}{probe}", said)
+            yield process
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _pinned(command: list[str], cpu: str | None) -> list[str]:
     return ["taskset", "-c", cpu, *command] if cpu is not None else command
 
 
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
+def _wait(process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -154,10 +155,8 @@ def _wait(process: subprocess.Popen[bytes], url: str) -> None:
             return
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
-                said = (
-                    process.stderr.read().decode() if process.stderr is not None and process.poll() is not None else ""
-                )
-                raise SystemExit(f"{process.args} did not start: {said[-800:]}") from None
+                said.seek(0)
+                raise SystemExit(f"{process.args} did not start: {said.read().decode()[-800:]}") from None
             time.sleep(0.05)
 
 

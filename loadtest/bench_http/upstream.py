@@ -69,6 +69,8 @@ class Upstream(asyncio.Protocol):
             self._transport.write(PLAIN)
 
     def _stream(self, number: int) -> None:
+        if self._transport.is_closing():
+            return
         last = number == len(CHUNKS) - 1
         self._transport.write(CHUNKS[number] + (b"0\r\n\r\n" if last else b""))
         if not last:
