@@ -123,6 +123,8 @@ class _Scrape(Collector):
         calls = _counter("warmgate_store_calls", "Calls to the shared store.", "store", "call", "result")
         load = _gauge("warmgate_upstream_in_flight", "Requests under way at an upstream.", "upstream")
         pending = _gauge("warmgate_upstream_pending_tokens", "Prompt tokens sent and not yet computed.", "upstream")
+        elsewhere = _gauge("warmgate_upstream_elsewhere", "Requests it reports that are not this worker's.", "upstream")
+        kv_use = _gauge("warmgate_upstream_kv_use", "Share of its KV memory that it reports as held.", "upstream")
         ejected = _gauge(
             "warmgate_upstream_ejected", "Whether an upstream is left alone because it failed.", "upstream"
         )
@@ -151,6 +153,8 @@ class _Scrape(Collector):
             for upstream, state in told["upstreams"].items():
                 load.add_metric([worker, upstream], state["in_flight"])
                 pending.add_metric([worker, upstream], state["pending"])
+                elsewhere.add_metric([worker, upstream], state["elsewhere"])
+                kv_use.add_metric([worker, upstream], state["kv_use"])
                 ejected.add_metric([worker, upstream], state["ejected"])
             for reason, count in told["routing"]["decisions"].items():
                 routes.add_metric([worker, reason], count)
@@ -174,6 +178,8 @@ class _Scrape(Collector):
             calls,
             load,
             pending,
+            elsewhere,
+            kv_use,
             ejected,
             routes,
             held,

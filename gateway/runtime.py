@@ -36,6 +36,7 @@ from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.pool import Pool
 from gateway.upstreams.router import Router
+from gateway.upstreams.watch import Watch
 from policies.pricing import PriceError, PriceTable
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Runtime:
         self.client = UpstreamClient()
         self.router = Router(self.clock)
         self.pool = Pool(config, self.client, self.clock)
+        self.watch = Watch(self.pool, self.router, self.clock)
         self.ledger = Ledger(config.ledger, self.clock)
         self.generations = Generations()
         self.flights: Flights[CallFlight] = Flights(self.generations)
@@ -87,6 +89,7 @@ class Runtime:
         self.tenants = Tenants(config, self.clock)
         self.pool.apply(config, config.upstreams)
         self.router.apply(config.routing, self.pool.members)
+        self.watch.every = config.routing.probe
         self.planner = Planner(config, self.secret)
         self.keeper.min_uses = config.cache.min_uses
         self.relay = Relay(
@@ -113,6 +116,7 @@ class Runtime:
                 self.generations.learn(scope, generation)
             self.background(self.shared.watch(self.generations.learn))
         self.router.exact.open()
+        self.background(self.watch.run())
         self.background(self._watch_faq())
         self.background(self.ledger.run())
 

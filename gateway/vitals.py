@@ -41,6 +41,7 @@ def vitals(runtime: Runtime) -> Vitals:
             member.name: {
                 "in_flight": member.in_flight,
                 "elsewhere": member.elsewhere,
+                "kv_use": member.kv_use,
                 "pending": member.engine.pending,
                 "ejected": member.health.ejected,
                 "models": sorted(member.known_models or ()),

@@ -32,6 +32,7 @@ class Member:
     """One upstream: its address, its load, its health, and the models it serves.
 
     ``in_flight``: requests from the decision to the end of the answer. ``elsewhere``: those it reports beyond these.
+    ``kv_use``: the share of its KV memory that it reports as held.
     """
 
     def __init__(self, config: Upstream, client: UpstreamClient, *, open_gateway: bool) -> None:
@@ -41,6 +42,7 @@ class Member:
         self.name = config.name
         self.in_flight = 0
         self.elsewhere = 0
+        self.kv_use = 0.0
         self.engine = Engine(config.name, config.weight)
         self.health = Health()
         self._rate_known = False
