@@ -15,7 +15,7 @@ from gateway.plan import BadRequest, read_body
 from gateway.reload import ReloadError, Source, reload
 from gateway.reporting import outcomes, rows_response, sums_response
 from gateway.runtime import Runtime
-from gateway.tenants import Caller, Denied
+from gateway.tenants import Denied
 from gateway.vitals import of_all_workers
 from policies.freshness import freshness
 
@@ -47,7 +47,7 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
             raise HTTPException(400, f"The path {path} is passed through; explained are {', '.join(DIALECTS)}.")
         posted = plain(request, await request.body())
         try:
-            plan = runtime.planner.plan(posted, dialect, Caller(tenant), read_body(posted.body))
+            plan = runtime.planner.plan(posted, dialect, runtime.tenants.caller(tenant), read_body(posted.body))
         except (BadRequest, Denied) as error:
             raise HTTPException(400, str(error)) from None
         now = runtime.clock.time()

@@ -75,7 +75,7 @@ class Pipeline:
         tenants = runtime.tenants
         caller = tenants.identify(request)
         exchange.row.tenant = caller.tenant
-        tenants.admit(caller)
+        await tenants.admit(caller)
         exchange.caller = caller
         if exchange.dialect is not None:
             body = read_body(request.body)
@@ -213,7 +213,7 @@ class Pipeline:
         row.status = status
         row.latency = runtime.clock.monotonic() - exchange.began
         if exchange.caller is not None:
-            runtime.tenants.release(exchange.caller, row.usage)
+            exchange.caller.usage.release(row.usage)
         if row.outcome in SAVED and row.ttft is None:
             row.ttft = row.latency
         if exchange.held_out is not None and row.outcome == "miss" and status == 200:

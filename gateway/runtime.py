@@ -28,8 +28,9 @@ from cache.stores.redis import RedisStore
 from gateway.clock import Clock, SystemClock
 from gateway.config import Config
 from gateway.holdout import HoldOut
-from gateway.ledger import Ledger
+from gateway.ledger import Call, Ledger
 from gateway.ledger.settings import load_prices, service_levels
+from gateway.limits import SharedQuotas, Usages
 from gateway.plan import Plan, Planner
 from gateway.relay import CallFlight, Relay
 from gateway.tenants import Tenants
@@ -37,7 +38,7 @@ from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.pool import Pool
 from gateway.upstreams.router import Router
 from gateway.upstreams.watch import Watch
-from policies.pricing import PriceError, PriceTable
+from policies.pricing import PriceError, PriceTable, tokens
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +68,14 @@ class Runtime:
             MemoryStore(memory.max_bytes, memory.eviction, clock=self.clock.time) if memory is not None else None
         )
         self.shared = _shared_store(config)
-        store = self.shared.store if self.shared is not None else None
-        self.shared_flights = (
-            SharedFlights(self.shared, store.leases)
-            if self.shared is not None and isinstance(store, RedisStore)
-            else None
-        )
+        self.shared_flights: SharedFlights | None = None
+        quotas: SharedQuotas | None = None
+        if self.shared is not None and isinstance(self.shared.store, RedisStore):
+            self.shared_flights = SharedFlights(self.shared, self.shared.store.leases)
+            quotas = SharedQuotas(self.shared, self.shared.store.quotas)
         self.recall = Recall(self.memory, self.shared, self.generations)
         self.keeper = Keeper(self.memory, self.shared)
+        self.usages = Usages(self.clock, quotas)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._faq_seen: tuple[Path | None, float] = (None, 0.0)
         self.faq = Faq()
@@ -86,7 +87,8 @@ class Runtime:
         self.config = config
         if config.telemetry.otlp is not None:
             log.warning("telemetry.otlp is not available in this version: nothing is sent there; /metrics is")
-        self.tenants = Tenants(config, self.clock)
+        self.prices = self._prices()
+        self.tenants = Tenants(config, self.usages)
         self.pool.apply(config, config.upstreams)
         self.router.apply(config.routing, self.pool.members)
         self.watch.every = config.routing.probe
@@ -99,10 +101,10 @@ class Runtime:
             self.clock,
             config.cache,
             self.not_stored,
-            self.ledger.spent,
+            self._spent,
             self.router,
         )
-        self.ledger.apply(self._prices(), service_levels(config))
+        self.ledger.apply(self.prices, service_levels(config))
         self.holdout = HoldOut(config.cache.holdout)
         self.stores_prompts = config.ledger is not None and config.ledger.store_prompts
         self.read_faq()
@@ -119,6 +121,7 @@ class Runtime:
         self.background(self.watch.run())
         self.background(self._watch_faq())
         self.background(self.ledger.run())
+        self.background(self.usages.keep_up(self.ledger.spent_since))
 
     async def close(self) -> None:
         """Ends what runs behind requests, writes what is pending, and closes stores and connections."""
@@ -156,6 +159,14 @@ class Runtime:
             return self.shared is None and self.config.listen.workers == 1
         self.generations.learn(scope, generation)
         return True
+
+    def _spent(self, call: Call) -> None:
+        """An upstream call has ended."""
+        self.ledger.spent(call)
+        price, used = self.prices.price(call.model), tokens(call.usage)
+        cost = price.of(used) if price is not None and used is not None else None
+        if cost:
+            self.usages.of(call.tenant).spend(cost)
 
     def _prices(self) -> PriceTable:
         """The price table; a faulty file leaves all costs unknown."""

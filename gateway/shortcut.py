@@ -107,15 +107,16 @@ class Shortcut:
             caught.caller.require(plan.model.name)
             if not runtime.holdout.passes():
                 return None
-            runtime.tenants.admit(caught.caller)
         except (BadEntry, Denied):
+            return None
+        if not caught.caller.usage.admit_at_once():
             return None
         request_id = caught.request_id or unique(32)
         answer = slot.ready.filled(
             plan.dialect.identity(now), entry.expires - now, max(0.0, now - entry.born), request_id
         )
         took = runtime.clock.monotonic() - began
-        runtime.tenants.release(caught.caller, entry.usage)
+        caught.caller.usage.release(entry.usage)
         tally = slot.tally
         if tally is None or tally.row.upstream != entry.upstream or tally.row.usage != entry.usage:
             tally = slot.tally = self._tally(plan, entry)

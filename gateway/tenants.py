@@ -10,10 +10,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gateway.clock import Clock
 from gateway.config import Config
 from gateway.http import Request
-from policies.limits import Bucket
+from gateway.limits import Usage, Usages
 
 DEFAULT = "default"
 
@@ -29,23 +28,13 @@ class Denied(Exception):
         self.retry_after = retry_after
 
 
-@dataclass(slots=True)
-class Usage:
-    """What a tenant has under way and left to spend; shared by all its keys."""
-
-    concurrent: int = 0
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An admitted caller. ``models``: the names it may ask for, None for all."""
+    """Who asks. ``models``: the names it may ask for, None for all; ``usage`` is that of its whole tenant."""
 
     tenant: str
+    usage: Usage = field(compare=False)
     models: frozenset[str] | None = None
-    max_concurrent: int | None = None
-    usage: Usage = field(default_factory=Usage, compare=False)
 
     def require(self, model: str) -> None:
         """Raises `Denied` unless the caller may use ``model``."""
@@ -54,26 +43,21 @@ class Caller:
 
 
 class Tenants:
-    """Admission by key. Without configured tenants everybody is the one tenant ``default``.
+    """Admission by key. Without configured tenants everybody is the one tenant ``default``."""
 
-    Every admitted request counts once against its tenant's limits, whether it turns out a hit or a miss; a refused one
-    does not. Tokens count when known, as served to the caller.
-    """
-
-    def __init__(self, config: Config, clock: Clock) -> None:
-        self._clock = clock
-        self._open = Caller(DEFAULT)
+    def __init__(self, config: Config, usages: Usages) -> None:
+        self._usages = usages
         self._by_digest: dict[bytes, Caller] = {}
-        now = clock.monotonic()
+        self._open = self.caller(DEFAULT)
         for tenant in config.tenants:
-            limits = tenant.limits
-            usage = Usage(
-                requests=Bucket(limits.requests_per_minute, now) if limits.requests_per_minute is not None else None,
-                tokens=Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute is not None else None,
-            )
+            usage = usages.of(tenant.name)
+            usage.apply(tenant.limits)
             for key in tenant.keys:
-                models = _narrowed(tenant.models, key.models)
-                self._by_digest[key.key.digest()] = Caller(tenant.name, models, limits.concurrent, usage)
+                self._by_digest[key.key.digest()] = Caller(tenant.name, usage, _narrowed(tenant.models, key.models))
+
+    def caller(self, tenant: str) -> Caller:
+        """Somebody of this tenant who may use every model."""
+        return Caller(tenant, self._usages.of(tenant))
 
     @property
     def is_open(self) -> bool:
@@ -96,30 +80,13 @@ class Tenants:
             raise Denied(401, "This API key is not known here.", "invalid_api_key")
         return caller
 
-    def admit(self, caller: Caller) -> None:
-        """Counts one request of the caller; raises `Denied` (429). The caller must be given to `release` afterwards."""
-        usage, now = caller.usage, self._clock.monotonic()
-        if caller.max_concurrent is not None and usage.concurrent >= caller.max_concurrent:
-            raise Denied(
-                429,
-                f"More than {caller.max_concurrent} requests of this tenant are under way.",
-                "too_many_concurrent",
-                1,
-            )
-        if usage.tokens is not None and (wait := usage.tokens.take(0, now)) > 0:
-            raise Denied(429, "The tenant's tokens for this minute are spent.", "rate_limit_exceeded", math.ceil(wait))
-        if usage.requests is not None and (wait := usage.requests.take(1, now)) > 0:
-            raise Denied(
-                429, "The tenant's requests for this minute are spent.", "rate_limit_exceeded", math.ceil(wait)
-            )
-        usage.concurrent += 1
-
-    def release(self, caller: Caller, served: dict[str, int] | None) -> None:
-        """The caller's request is over; ``served`` are its tokens, as far as known."""
-        caller.usage.concurrent -= 1
-        if caller.usage.tokens is not None and served:
-            spent = served.get("prompt", 0) + served.get("output", 0)
-            caller.usage.tokens.spend(spent, self._clock.monotonic())
+    async def admit(self, caller: Caller) -> None:
+        """Counts one request of the caller (see `gateway.limits`), who must be released afterwards; raises `Denied`
+        (429).
+        """
+        usage = caller.usage
+        if not usage.admit_at_once() and (refusal := await usage.admit()) is not None:
+            raise Denied(429, refusal.message, refusal.code, math.ceil(refusal.wait))
 
 
 def presented_key(request: Request) -> str | None:

@@ -16,6 +16,12 @@ class Bucket:
         self._level = rate
         self._at = now
 
+    def at_rate(self, rate: float, now: float) -> None:
+        """Goes on at another rate, with what it holds as far as that still fits."""
+        self._refill(now)
+        self._rate, self._capacity = rate / 60, rate
+        self._level = min(self._level, rate)
+
     def take(self, amount: float, now: float) -> float:
         """Takes ``amount`` and returns 0, or takes nothing and returns the seconds until it could."""
         self._refill(now)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from cache.stores.base import GENERATIONS_KEPT, StoreError, check_key, check_scope, check_ttl
 from cache.stores.leases import Leases
+from cache.stores.quotas import Quotas
 from cache.stores.resp import Client, Connection, Reply, pack
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class RedisStore:
     ) -> None:
         self.client = Client(url, timeout)
         self.leases = Leases(self.client, prefix)
+        self.quotas = Quotas(self.client, prefix)
         self._entry = f"{prefix}:r:".encode()
         self._generations = f"{prefix}:gen".encode()
         self._clock = clock

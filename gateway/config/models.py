@@ -136,7 +136,7 @@ class TenantLimits(Section):
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent: Count | None = None
-    usd_per_day: Amount | None = None
+    usd_per_day: Amount | None = None  # what upstream calls cost by `prices` since midnight UTC; hits cost nothing
 
 
 class TenantCache(Section):
@@ -305,7 +305,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if complaints := [*self._clashes(), *self._openness(), *self._not_yet()]:
+        if complaints := [*self._clashes(), *self._openness(), *self._budgets(), *self._not_yet()]:
             raise ValueError("\n".join(complaints))
         return self
 
@@ -323,6 +323,13 @@ class Config(Section):
                 if target != name and target in self.models and self.models[target].target != target:
                     complaints.append(f"models.{name} points at '{target}', which is itself an alias; name its target")
         return complaints
+
+    def _budgets(self) -> list[str]:
+        return [
+            f"tenants[{index}].limits.usd_per_day needs 'prices': without them nobody knows what is spent"
+            for index, tenant in enumerate(self.tenants)
+            if tenant.limits.usd_per_day is not None and self.prices is None
+        ]
 
     def _openness(self) -> list[str]:
         complaints = [

@@ -18,6 +18,8 @@ from typing import TypeVar
 from gateway import config
 from gateway.clock import Clock
 from gateway.ledger.book import Book, Pages
+from gateway.ledger.counters import COST_PICO
+from gateway.ledger.query import FOREVER, Scope, sums
 from gateway.ledger.rows import Call, Row
 from gateway.ledger.store import Store
 from gateway.ledger.tally import Tally
@@ -130,6 +132,16 @@ class Ledger:
             return await self._on(self._reading, lambda: self._store.read(question))
         except (sqlite3.Error, OSError) as error:
             raise LedgerClosed(f"The ledger cannot be read: {error}.") from None
+
+    async def spent_since(self, moment: float) -> dict[str, int]:
+        """What the upstream calls of each tenant have cost, in pico-dollars, as far as known; empty where it cannot be
+        read.
+        """
+        try:
+            found = await self.read(lambda connection: sums(connection, Scope(int(moment), FOREVER), ("tenant",)))
+        except LedgerClosed:
+            return {}
+        return {str(line.key[0]): line.counts[COST_PICO] for line in found}
 
     async def close(self) -> None:
         """Writes what is left."""

@@ -28,3 +28,14 @@ def test_spending_after_the_fact_makes_later_callers_wait() -> None:
 
 def test_a_rate_of_nothing_lets_nobody_in() -> None:
     assert Bucket(0, now=0).take(1, 5) == math.inf
+
+
+def test_at_another_rate_it_keeps_what_it_holds_as_far_as_that_fits() -> None:
+    bucket = Bucket(60, now=0)
+    bucket.take(50, 0)
+    bucket.at_rate(120, 5)
+    assert bucket.take(15, 5) == 0, "ten were left and five had flowed in"
+    assert bucket.take(2, 5) == 1.0
+    bucket.at_rate(6, 60)
+    assert bucket.take(7, 60) > 0
+    assert bucket.take(6, 60) == 0
