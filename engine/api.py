@@ -13,6 +13,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from engine.errors import RequestError
+from engine.guide import wants_json
 from engine.sampling import SamplingParams
 
 MAX_STOPS = 16
@@ -52,6 +53,7 @@ class CommonRequest(BaseModel):
     ignore_eos: StrictBool = False
     priority: StrictInt = 0
     cache_salt: StrictStr | None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def choices(self) -> int:
@@ -105,6 +107,8 @@ class CommonRequest(BaseModel):
                     code="adapters_unsupported",
                     param=name,
                 )
+        if wants_json(self.response_format) and self.ignore_eos:
+            raise RequestError("an answer in JSON ends where the JSON ends: ignore_eos cannot hold", param="ignore_eos")
 
     def _bias(self, vocab: int) -> dict[int, float]:
         bias: dict[int, float] = {}
@@ -155,7 +159,6 @@ class ChatRequest(CommonRequest):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -169,8 +172,6 @@ class ChatRequest(CommonRequest):
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.tool_choice not in (None, "auto", "none"):
             raise RequestError("this engine cannot force a tool call", param="tool_choice")
-        if (self.response_format or {"type": "text"}).get("type") != "text":
-            raise RequestError("this engine writes plain text only", param="response_format")
 
 
 class CompletionRequest(CommonRequest):

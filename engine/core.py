@@ -12,6 +12,7 @@ from cache.prefix.blocks import LayoutId, chain
 from engine.batch import Runner
 from engine.config import EngineConfig
 from engine.errors import ModelError, RequestError
+from engine.guide import Guide
 from engine.kv.lower import LowerTiers, build_stack
 from engine.kv.manager import BlockEvents, BlockManager, NoEvents
 from engine.kv.pool import KVPool
@@ -37,6 +38,7 @@ class Generation:
     salt: bytes = b""
     priority: int = 0
     ignore_eos: bool = False
+    guide: Guide | None = None
 
 
 @dataclass
@@ -138,7 +140,7 @@ class EngineCore:
             id=job.id,
             prompt_length=len(job.prompt),
             tokens=list(job.prompt),
-            sampler=Sampler(job.sampling, list(job.prompt)),
+            sampler=Sampler(job.sampling, list(job.prompt), job.guide),
             output=Output(self.tokenizer, job.stops, ignore_eos=job.ignore_eos),
             chain=chain(job.prompt, self.config.block_size, salt=job.salt) if self.config.prefix_reuse else [],
             max_tokens=job.max_tokens,
@@ -185,7 +187,11 @@ class EngineCore:
         return [(sequence.id, self._take(sequence, logits)) for sequence, logits in results]
 
     def _take(self, sequence: Sequence, logits: torch.Tensor) -> Delta:
-        token = sequence.sampler.choose(logits)
+        try:
+            token = sequence.sampler.choose(logits)
+        except RequestError as error:
+            self.cancel(sequence.id, "error")
+            return Delta(error=error.message)
         report = sequence.sampler.report(logits, token)
         sequence.tokens.append(token)
         if sequence.output_length == 1:

@@ -2,7 +2,7 @@
 
 Order and meaning follow vLLM: repetition penalty over prompt and output (Keskar et al. 2019), presence and frequency
 over the output, bias, temperature, min-p (arXiv:2407.01082), top-k, top-p (Holtzman et al. 2020). Log-probabilities
-are the model's own, before any of it.
+are the model's own, before any of it. A guide (`guide.py`) forbids tokens before all else.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.guide import Guide
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,9 @@ class TokenLogprob:
 class Sampler:
     """Chooses one sequence's tokens; keeps its random state and what it has counted for the penalties."""
 
-    def __init__(self, params: SamplingParams, prompt: list[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt: list[int], guide: Guide | None = None) -> None:
         self.params = params
+        self._guide = guide
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
         bias = params.logit_bias
@@ -63,7 +68,14 @@ class Sampler:
         self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed % (1 << 63))
 
     def choose(self, logits: Tensor) -> int:
-        """The next token from float32 logits [vocab] on the CPU."""
+        """The next token from float32 logits [vocab] on the CPU. Raises `RequestError` if the guide cannot go on."""
+        if self._guide is None:
+            return self._choose(logits)
+        token = self._choose(self._guide.mask(logits))
+        self._guide.advance(token)
+        return token
+
+    def _choose(self, logits: Tensor) -> int:
         params = self.params
         if params.plain_greedy:
             return int(logits.argmax())

@@ -24,6 +24,7 @@ from engine.api import ChatRequest, CommonRequest, CompletionRequest, parse
 from engine.config import EngineConfig
 from engine.core import Generation
 from engine.errors import ModelError, RequestError
+from engine.guide import wants_json
 from engine.output import Delta
 from engine.responses import Answer, ChatAnswer, CompletionAnswer, error_body
 from engine.worker import Worker
@@ -135,6 +136,9 @@ class EngineApp:
         core, choices = self._worker.core, len(prompts) * body.choices
         if any(not 0 <= token < core.spec.vocab for prompt in prompts for token in prompt):
             raise RequestError(f"the prompt has token ids outside 0 … {core.spec.vocab - 1}", param="prompt")
+        guide = None
+        if body.response_format is not None and wants_json(body.response_format):
+            guide = await asyncio.to_thread(self._worker.grammars.guide, body.response_format)
         answer = kind(self._worker.config.name, core.tokenizer, choices, sum(map(len, prompts)))
         answer.reports, answer.per_prompt = body.top() is not None, body.choices
         jobs: list[Generation] = []
@@ -150,6 +154,7 @@ class EngineApp:
                     salt=body.salt,
                     priority=body.priority,
                     ignore_eos=body.ignore_eos,
+                    guide=guide and guide.copy(),
                 )
             )
         pieces = self._run(jobs)

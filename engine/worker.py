@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Generation
 from engine.errors import ModelError, RequestError
 from engine.events import KVEvents
+from engine.guide import Grammars
 from engine.model.chat import ChatTemplate
 from engine.model.weights import ModelFiles, open_model
 from engine.output import Delta
@@ -38,6 +39,7 @@ class Worker:
 
     core: EngineCore
     template: ChatTemplate
+    grammars: Grammars
 
     def __init__(
         self,
@@ -140,6 +142,7 @@ class Worker:
                 wake=lambda: self._commands.put(lambda: None),
             )
         self.template = ChatTemplate(files.tokenizer)
+        self.grammars = Grammars(files.tokenizer, files.spec.vocab)
         pool = self.core.pool
         log.info(
             "ready in %.1f s: %s, %s on %s, context %d, KV pool %d blocks of %d tokens",

@@ -1,4 +1,4 @@
-"""Restart proof, with the real model as a process: kill -9, start again, and the prompt comes back from Redis."""
+"""Restart proof, with the real model: kill -9, start again, and the prompt comes back from Redis or from LMCache."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from tests.cache.prefix.helpers import RedisServer, wait_for
+from tests.cache.prefix.test_lmcache import Server as LMCacheServer
+from tests.cache.prefix.test_lmcache import installed
 from tests.engine.test_process import free_port
 
 MODEL = "smollm2-135m-instruct"
@@ -67,3 +69,32 @@ def test_a_killed_engine_starts_warm_from_redis(tmp_path: Path) -> None:
             assert again["choices"] == cold["choices"]
     finally:
         redis.kill()
+
+
+@installed
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engine_and_lmcache_killed_start_warm_from_its_second_level(tmp_path: Path) -> None:
+    server = LMCacheServer(tmp_path, chunk=32)
+    options = ("--dtype", "bfloat16", "--kv-remote", server.url, "--write-through-uses", "1")
+    try:
+        with engine(*options) as (url, _):
+            cold = ask(url)
+            wait_for(lambda: tier_blocks(url, "lmcache", "stored") == 16, timeout=60)
+            wait_for(lambda: server.second_level_keys() >= 16, timeout=60)
+        server.kill()
+        server.start()
+        with engine(*options) as (url, _):
+            warm = ask(url)
+            assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 512, "cached_by_tier": {"lmcache": 512}}
+            assert warm["choices"] == cold["choices"]
+    finally:
+        server.close()
+
+
+def tier_blocks(url: str, tier: str, event: str) -> float:
+    """What the engine's metrics count for one tier."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    wanted = [line for line in lines if f'tier="{tier}"' in line and f'event="{event}"' in line]
+    return float(wanted[0].split()[-1]) if wanted else 0.0

@@ -153,7 +153,7 @@ async def test_cached_tokens_are_reported_and_a_reset_forgets_them(client: httpx
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"cache_salt": 5}, "cache_salt"),
     ],
 )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from cache.prefix.codec import Codec
 from cache.prefix.lmcache import LMCacheTier, LMCacheUnavailable
@@ -50,7 +51,8 @@ def free_port() -> int:
 class Server:
     """`lmcache server` over a Redis, both of one's own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chunk: int = BLOCK_TOKENS) -> None:
+        self._chunk = chunk
         self.port, self.http, self.redis, self.metrics = (free_port() for _ in range(4))
         self.url = f"lmcache://127.0.0.1:{self.port}"
         self.memory = f"warmgate-test-{os.getpid()}-{self.port}"
@@ -64,7 +66,7 @@ class Server:
         second_level = f'{{"type": "resp", "host": "127.0.0.1", "port": {self.redis}, "num_workers": 2}}'
         command = [
             *[str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.port)],
-            *["--chunk-size", str(BLOCK_TOKENS), "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--no-l1-use-lazy"],
+            *["--chunk-size", str(self._chunk), "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--no-l1-use-lazy"],
             *["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven", "--shm-name", self.memory],
             *["--l2-adapter", second_level, "--http-host", "127.0.0.1", "--http-port", str(self.http)],
             *["--prometheus-port", str(self.metrics), "--l2-prefetch-policy", "retain"],
@@ -89,6 +91,14 @@ class Server:
         self._redis.kill()
         self._redis.wait()
         self.log.close()
+
+    def second_level_keys(self) -> int:
+        """How many objects Redis holds."""
+        client = redis.Redis(port=self.redis)
+        try:
+            return int(client.dbsize())  # type: ignore[arg-type]
+        finally:
+            client.close()
 
     def locks(self) -> int:
         """Sessions open and objects locked."""
