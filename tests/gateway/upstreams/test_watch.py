@@ -77,7 +77,7 @@ async def test_a_page_that_makes_no_sense_is_no_load(page):
 
 
 async def test_a_dead_upstream_is_ejected_and_comes_back_by_degrees():
-    async with scene() as ((a, b), gateway, clock):
+    async with scene() as ((a, _), gateway, clock):
         watch, (first, _) = gateway.app.runtime.watch, gateway.app.runtime.pool.members
         await a.stop()
         for _ in range(FAILURES):
