@@ -20,6 +20,7 @@ from pathlib import Path
 
 from loadtest.bench_http import servers
 from loadtest.bench_http.load import Measured, measure, prompt_body
+from loadtest.bench_http.peers import PEERS
 from loadtest.bench_http.servers import Server
 
 SMALL = 1500
@@ -40,15 +41,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--connections", default="1,32,256")
     parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--against", choices=["nginx", *PEERS], default="nginx", help="what to compare with")
+    parser.add_argument("--venv", type=Path, help="where that is installed, if it is not nginx")
     options = parser.parse_args()
+    if options.against != "nginx" and options.venv is None:
+        parser.error("--against another gateway needs --venv")
     connections = [int(count) for count in options.connections.split(",")]
     cases = [name for name in options.only.split(",") if name in CASES]
     # The server has a core of its own; wrk and the upstream share the other.
     server_cpu, load_cpu = ("0", "1") if (os.cpu_count() or 1) >= 2 and sys.platform == "linux" else (None, None)
     with tempfile.TemporaryDirectory() as text, contextlib.ExitStack() as stack:
         folder = Path(text)
-        pairs = dict(_pairs(stack, folder, cases, server_cpu, load_cpu))
-        print("| case | connections | CPU µs: warmgate / nginx | CPU ratio (min–max) | req/s ratio | p50 µs | p99 µs |")
+        engine = stack.enter_context(servers.upstream(load_cpu)).port
+        pairs = dict(_pairs(stack, folder, cases, engine, server_cpu, load_cpu))
+        if options.against != "nginx":
+            peer = PEERS[options.against](options.venv, folder / "peer", engine, server_cpu)
+            theirs = stack.enter_context(peer)
+            pairs = {name: (ours, theirs) for name, (ours, _) in pairs.items()}
+        name = options.against
+        print(
+            f"| case | connections | CPU µs: warmgate / {name} | CPU ratio (min–max) | req/s ratio | p50 µs | p99 µs |"
+        )
         print("|---|---|---|---|---|---|---|")
         for name, (ours, theirs) in pairs.items():
             for count in connections:
@@ -62,10 +75,14 @@ def main() -> None:
 
 
 def _pairs(
-    stack: contextlib.ExitStack, folder: Path, cases: list[str], server_cpu: str | None, load_cpu: str | None
+    stack: contextlib.ExitStack,
+    folder: Path,
+    cases: list[str],
+    engine: int,
+    server_cpu: str | None,
+    load_cpu: str | None,
 ) -> Iterator[tuple[str, tuple[Server, Server]]]:
     """For each case the gateway and the nginx that it is compared with."""
-    engine = stack.enter_context(servers.upstream(load_cpu)).port
     cached = stack.enter_context(servers.nginx(folder / "nginx-cache", engine, server_cpu, cached=True))
     passing = stack.enter_context(servers.nginx(folder / "nginx-proxy", engine, server_cpu, cached=False))
     plain = stack.enter_context(servers.gateway(folder / "gateway", engine, server_cpu))

@@ -65,10 +65,8 @@ def free_port() -> int:
 def upstream(cpu: str | None) -> Iterator[Server]:
     """The stand-in for an engine: answers at once, or streams 16 events a millisecond apart."""
     port = free_port()
-    with _process(
-        [sys.executable, "-m", "loadtest.bench_http.upstream", str(port)], port, "/v1/models", cpu
-    ) as process:
-        yield Server(port, (process.pid,))
+    with process([sys.executable, "-m", "loadtest.bench_http.upstream", str(port)], port, "/v1/models", cpu) as running:
+        yield Server(port, (running.pid,))
 
 
 @contextlib.contextmanager
@@ -87,8 +85,8 @@ def nginx(folder: Path, upstream_port: int, cpu: str | None, *, cached: bool) ->
             cache=_CACHED if cached else _PASSED,
         )
     )
-    with _process(["nginx", "-p", str(folder), "-c", str(config)], port, "/v1/models", cpu) as process:
-        yield Server(port, tuple(pid for pid in family(process.pid) if b"worker process" in _command(pid)))
+    with process(["nginx", "-p", str(folder), "-c", str(config)], port, "/v1/models", cpu) as running:
+        yield Server(port, tuple(pid for pid in family(running.pid) if b"worker process" in _command(pid)))
 
 
 @contextlib.contextmanager
@@ -108,8 +106,8 @@ def gateway(folder: Path, upstream_port: int, cpu: str | None, **cache: object) 
     path = folder / "warmgate.yaml"
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", "gateway.cli", "serve", "--config", str(path), "--no-engine"]
-    with _process(command, port, "/readyz", cpu) as process:
-        yield Server(port, tuple(pid for pid in family(process.pid) if pid != process.pid))
+    with process(command, port, "/readyz", cpu) as running:
+        yield Server(port, tuple(pid for pid in family(running.pid) if pid != running.pid))
 
 
 @contextlib.contextmanager
@@ -129,24 +127,27 @@ def redis(folder: Path, cpu: str | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], port: int, probe: str, cpu: str | None) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    command: list[str], port: int, probe: str, cpu: str | None, patience: float = 30
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process from when it answers ``probe``; ``patience``: seconds that it may take to start."""
     environment = {**os.environ, "BENCH_KEY": "bench"}
     with tempfile.TemporaryFile() as said:  # a pipe that nobody reads would stop a talkative server in the end
-        process = subprocess.Popen(_pinned(command, cpu), env=environment, stdout=subprocess.DEVNULL, stderr=said)
+        running = subprocess.Popen(_pinned(command, cpu), env=environment, stdout=subprocess.DEVNULL, stderr=said)
         try:
-            _wait(process, f"http://127.0.0.1:{port}{probe}", said)
-            yield process
+            _wait(running, f"http://127.0.0.1:{port}{probe}", said, patience)
+            yield running
         finally:
-            process.terminate()
-            process.wait()
+            running.terminate()
+            running.wait()
 
 
 def _pinned(command: list[str], cpu: str | None) -> list[str]:
     return ["taskset", "-c", cpu, *command] if cpu is not None else command
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
-    deadline = time.monotonic() + 30
+def _wait(process: subprocess.Popen[bytes], url: str, said: IO[bytes], patience: float) -> None:
+    deadline = time.monotonic() + patience
     while True:
         try:
             with urllib.request.urlopen(url, timeout=2):
