@@ -67,7 +67,7 @@ def main() -> None:
             for count in connections:
                 runs: list[tuple[Measured, Measured]] = []
                 for server in (ours, theirs):
-                    measure(server, CASES[name], count, 1, folder, load_cpu)  # warm, and fill the caches
+                    measure(server, CASES[name], count, options.seconds, folder, load_cpu)  # warm; fill the caches
                 for _ in range(options.rounds):
                     both = [measure(s, CASES[name], count, options.seconds, folder, load_cpu) for s in (ours, theirs)]
                     runs.append((both[0], both[1]))

@@ -53,6 +53,8 @@ def measure(server: Server, body: bytes, connections: int, seconds: int, folder:
     if "Non-2xx" in said or "Socket errors" in said:
         raise SystemExit(f"the server on port {server.port} failed:\n{said}")
     requests = int(_found(r"(\d+) requests in", said))
+    if not requests:
+        raise SystemExit(f"the server on port {server.port} answered nothing within {seconds} s")
     return Measured(
         rate=float(_found(r"Requests/sec:\s+([\d.]+)", said)),
         cpu=spent / requests * 1e6,
