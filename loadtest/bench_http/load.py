@@ -43,7 +43,7 @@ def measure(server: Server, body: bytes, connections: int, seconds: int, folder:
     payload, script = folder / "body.json", folder / "post.lua"
     payload.write_bytes(body)
     script.write_text(_SCRIPT.format(body=payload))
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script)]
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "30s", "--latency", "-s", str(script)]
     command.append(f"http://127.0.0.1:{server.port}/")
     if cpu is not None:
         command = ["taskset", "-c", cpu, *command]
