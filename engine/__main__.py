@@ -22,13 +22,24 @@ def size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names a default where there is one to name."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return (
+            action.help
+            if isinstance(action.default, bool) or action.default == ""
+            else super()._get_help_string(action)
+        )
+
+
 def parser() -> argparse.ArgumentParser:
     """Every option, with the defaults of `EngineConfig`."""
     default = EngineConfig()
     top = argparse.ArgumentParser(
-        prog="python -m engine",
+        prog="warmgate engine",
         description="An OpenAI-compatible inference server for one Llama-family model, with paged, prefix-shared KV.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     top.add_argument(
         "--model", default=default.model, help="a bundled model's name, a GGUF file or a safetensors folder"

@@ -264,7 +264,8 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _json(error_body(RequestError(str(error.detail), status=error.status_code)), error.status_code)
+    sentence = f"the engine has no {request.method} {request.url.path}"  # nothing else here raises these
+    return _json(error_body(RequestError(sentence, status=error.status_code)), error.status_code)
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:
