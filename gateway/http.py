@@ -33,6 +33,8 @@ class Request:
     query: bytes
     headers: Headers
     body: bytes
+    raw_path: bytes = b""
+    """The path as the caller spelled it, percent signs and all."""
 
     def header(self, name: bytes) -> str | None:
         """A header's value, several of one name joined by a comma (RFC 9110 section 5.3); None when absent."""

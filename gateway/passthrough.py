@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 
@@ -16,12 +17,20 @@ from gateway.upstreams.headers import through_to_caller, through_to_upstream
 from gateway.upstreams.pool import Member
 from gateway.upstreams.router import Asked, Route
 
+_DOTS = frozenset((".", ".."))
+"""A server behind us might follow them out of ``/v1``, with our key."""
+
+_SPELLED = "/%!$&'()*+,;=:@~"
+"""What stays in a path as the caller wrote it."""
+
 
 async def pass_through(runtime: Runtime, request: Request, request_id: str, row: Row, caller: Caller) -> Response:
     """Sends any other ``/v1/…`` request to an upstream of the model it names, or else to the first upstream. Another is
     tried only if the request cannot have reached the one before.
     """
     row.outcome = "bypass"
+    if not _DOTS.isdisjoint(request.path.split("/")):
+        raise Denied(404, "A path with '.' or '..' in it leads nowhere here.", "not_found")
     name = _model_named(request)
     if caller.models is not None:
         if name is None:
@@ -54,7 +63,15 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
 
 async def _send(member: Member, request: Request, request_id: str) -> UpstreamResponse:
     headers = through_to_upstream(request, request_id, member.proof(request))
-    return await member.send(request.method, request.path, request.query, headers, request.body)
+    return await member.send(request.method, quote(request.raw_path, _SPELLED), request.query, headers, request.body)
+
+
+def one_model(runtime: Runtime, name: str, caller: Caller) -> bytes | None:
+    """An alias of the gateway's own, in OpenAI's form; None for any other name, of which upstreams know more."""
+    if name not in runtime.config.models:
+        return None
+    caller.require(name)
+    return orjson.dumps({"id": name, "object": "model", "created": 0, "owned_by": "warmgate"})
 
 
 async def list_models(runtime: Runtime, request: Request, caller: Caller) -> bytes:

@@ -19,7 +19,7 @@ from gateway.hit import hit_headers, kept_response
 from gateway.holdout import PATIENCE, agreement
 from gateway.http import JSON, Request, Response, begun
 from gateway.ledger import SAVED, Outcome
-from gateway.passthrough import list_models, pass_through
+from gateway.passthrough import list_models, one_model, pass_through
 from gateway.plan import BadRequest, Plan, read_body
 from gateway.runtime import Runtime
 from gateway.shortcut import Shortcut
@@ -89,6 +89,11 @@ class Pipeline:
         if request.path.rstrip("/") == "/v1/models" and request.method == "GET":
             exchange.row.outcome = "bypass"
             return Response(200, [JSON], await list_models(runtime, request, caller))
+        if request.path.startswith("/v1/models/") and request.method == "GET":
+            alias = one_model(runtime, request.path.removeprefix("/v1/models/").rstrip("/"), caller)
+            if alias is not None:
+                exchange.row.outcome = "bypass"
+                return Response(200, [JSON], alias)
         return await pass_through(runtime, exchange.request, exchange.request_id, exchange.row, caller)
 
     async def _recall(self, exchange: Exchange, plan: Plan) -> Response:

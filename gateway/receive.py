@@ -43,6 +43,7 @@ async def read_request(
         query=scope["query_string"],
         headers=list(scope["headers"]),
         body=b"",
+        raw_path=scope.get("raw_path") or scope["path"].encode(),
     )
     length = request.header(b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
