@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Any
 
-from fastapi import APIRouter, Body, Depends, HTTPException, Request
+import orjson
+from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cache.response.faq import FaqError, read_faq
 from cache.response.tags import EVERYTHING, before, soft
 from gateway.access import plain, require_operator
 from gateway.dialects import DIALECTS
+from gateway.explanation import explanation
 from gateway.plan import BadRequest, read_body
 from gateway.reload import ReloadError, Source, reload
 from gateway.reporting import outcomes, rows_response, sums_response
 from gateway.runtime import Runtime
 from gateway.tenants import Denied
 from gateway.vitals import of_all_workers
-from policies.freshness import freshness
 
 _TARGETS = ("key", "tag", "model", "tenant", "namespace", "before", "all")
 
@@ -50,42 +52,17 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
             plan = runtime.planner.plan(posted, dialect, runtime.tenants.caller(tenant), read_body(posted.body))
         except (BadRequest, Denied) as error:
             raise HTTPException(400, str(error)) from None
-        now = runtime.clock.time()
-        found = await runtime.recall.find(plan.identity, now) if plan.may_recall else None
-        state = None
-        if found is not None:
-            entry = found.entry
-            expires = runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)
-            state = freshness(now - entry.born, expires - now, plan.lifetime.while_revalidate, plan.directives)
-        curated = plan.may_serve and runtime.curated(plan) is not None
-        return JSONResponse(
-            {
-                "would": "faq"
-                if curated
-                else "hit"
-                if state not in (None, "expired")
-                else "miss"
-                if plan.verdict.cacheable
-                else "bypass",
-                "cacheable": plan.verdict.cacheable,
-                "reason": plan.verdict.reason,
-                "key": plan.identity.key.hex() or None,
-                "fingerprint": plan.identity.fingerprint.hex() or None,
-                "excluded": {name: why for name, why in dialect.excluded.items() if name in plan.body},
-                "model": {"asked": plan.model.name, "target": plan.model.target, "revision": plan.model.revision},
-                "tenant": plan.caller.tenant,
-                "namespace": plan.namespace,
-                "tags": plan.tags,
-                "ttl": plan.lifetime.ttl,
-                "may_store": plan.may_keep,
-                "may_join": plan.may_join,
-                "entry": None if found is None else {"tier": found.tier, "state": state, "age": now - found.entry.born},
-            }
-        )
+        return JSONResponse(await explanation(runtime, plan, posted))
 
     @router.post("/purge")
-    async def purge(order: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+    async def purge(request: Request) -> dict[str, Any]:
         """Purges by one of key, tag, model, tenant, namespace (with tenant), before, all."""
+        try:
+            order = orjson.loads(await request.body())
+        except orjson.JSONDecodeError:
+            order = None
+        if not isinstance(order, dict):
+            raise HTTPException(400, 'A purge is a JSON object such as {"tag": "news"}.')
         scope = purge_scope(order, runtime)
         everywhere = await runtime.purge(soft(scope) if order.get("soft") else scope)
         return {"purged": scope, "soft": bool(order.get("soft")), "everywhere": everywhere}
@@ -109,7 +86,10 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     @router.get("/faq")
     async def get_faq() -> PlainTextResponse:
         path = runtime.config.faq.path
-        return PlainTextResponse(path.read_text(encoding="utf-8") if path is not None and path.exists() else "[]\n")
+        try:
+            return PlainTextResponse(path.read_text(encoding="utf-8") if path is not None and path.exists() else "[]\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise HTTPException(500, _sentence(f"{path} cannot be read", error)) from None
 
     @router.put("/faq")
     async def put_faq(request: Request) -> dict[str, Any]:
@@ -124,8 +104,13 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
         except FaqError as error:
             raise HTTPException(400, str(error)) from None
         temporary = path.with_name(path.name + ".new")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise HTTPException(500, _sentence(f"{path} cannot be written", error)) from None
         runtime.read_faq()
         return {"entries": len(faq.entries), "collisions": faq.collisions()}
 
@@ -156,3 +141,7 @@ def purge_scope(order: dict[str, Any], runtime: Runtime) -> str:
     if name == "namespace":
         return f"namespace:{order.get('tenant', 'default')}/{value}"
     return f"{name}:{value}"
+
+
+def _sentence(what: str, error: OSError | UnicodeDecodeError) -> str:
+    return f"{what}: {error.strerror if isinstance(error, OSError) else 'it is not UTF-8'}."

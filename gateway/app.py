@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi import Request as PageRequest
+from fastapi.responses import JSONResponse
 
 from gateway.admin import admin_routes
 from gateway.clock import Clock
@@ -47,6 +49,7 @@ class Gateway:
         runtime.on_change += [self.shortcut.forget, self.heads.forget]
         runtime.ledger.watch(lambda: packed(runtime))
         self._pages = FastAPI(title="Warmgate", docs_url=None, redoc_url=None, lifespan=self._lifespan)
+        self._pages.add_exception_handler(404, _nowhere)
         self._pages.include_router(health_routes(runtime))
         self._pages.include_router(admin_routes(runtime, source))
         self._pages.include_router(dashboard_routes(runtime))
@@ -92,6 +95,14 @@ class Gateway:
             await send({"type": "http.response.body", "body": b""})
         finally:
             await response.body.aclose()
+
+
+async def _nowhere(request: PageRequest, error: Exception) -> JSONResponse:
+    """Most who come here gave a client the address without its ``/v1``, so the answer has OpenAI's form."""
+    detail = getattr(error, "detail", "Not Found")
+    message = detail if detail != "Not Found" else f"There is no {request.url.path} here; the API is below /v1."
+    refusal = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    return JSONResponse({"error": refusal, "detail": message}, 404)
 
 
 async def _send_whole(response: Response, send: Send) -> None:

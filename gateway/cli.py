@@ -117,6 +117,8 @@ def purge(
         )
     answer = _post(url.rstrip("/") + "/admin/purge", {**chosen, "soft": soft}, admin_key)
     typer.echo(json.dumps(answer))
+    if not answer.get("everywhere", True):
+        raise Problem("forgotten here, but workers and gateways beside this one may not have heard of it; try again")
 
 
 @app.command()
@@ -172,7 +174,8 @@ def _post(url: str, body: dict[str, Any], key: str | None) -> Any:
     except urllib.error.HTTPError as error:
         raise Problem(f"the gateway refused: {_reason(error)}") from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise Problem(f"no gateway answers at {url}: {getattr(error, 'reason', error)}") from None
+        reason = getattr(error, "reason", error)
+        raise Problem(f"no gateway answers at {url}: {reason}; name the right one with --url") from None
     except ValueError:
         raise Problem(f"{url} is not the address of a gateway") from None
 

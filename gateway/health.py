@@ -13,11 +13,11 @@ def health_routes(runtime: Runtime) -> APIRouter:
     """Open to everyone who can reach the port; they tell nothing of any tenant's content."""
     router = APIRouter()
 
-    @router.get("/healthz")
+    @router.api_route("/healthz", methods=["GET", "HEAD"])
     async def healthz() -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    @router.get("/readyz")
+    @router.api_route("/readyz", methods=["GET", "HEAD"])
     async def readyz() -> JSONResponse:
         """A dead store is no reason to take a gateway out of service; it is named."""
         shared = runtime.shared

@@ -230,11 +230,10 @@ def _secret(config: Config) -> bytes:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_hex(32).encode())
-    except FileExistsError:
-        pass
     except OSError as error:
-        log.warning("the secret for tenant salts cannot be kept in %s: %s", path, error.strerror)
-        return secrets.token_bytes(32)
+        if not path.is_file():
+            log.warning("the secret for tenant salts cannot be kept in %s: %s", path, error.strerror)
+            return secrets.token_bytes(32)
     return path.read_bytes()
 
 

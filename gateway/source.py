@@ -45,7 +45,7 @@ def shortcomings(config: Config) -> list[str]:
         for index, upstream in enumerate(config.upstreams)
         if config.engine and upstream.name == ENGINE_UPSTREAM
     ]
-    return [*taken, *unreadable_secrets(config), *_faq_faults(config), *_price_faults(config)]
+    return [*taken, *_missing_model(config), *unreadable_secrets(config), *_faq_faults(config), *_price_faults(config)]
 
 
 def adopted(new: Config, running: Config) -> Config:
@@ -53,6 +53,13 @@ def adopted(new: Config, running: Config) -> Config:
     engine = [upstream for upstream in running.upstreams if running.engine and upstream.name == ENGINE_UPSTREAM]
     upstreams = (*new.upstreams, *engine)
     return new.model_copy(update={"listen": running.listen, "engine": running.engine, "upstreams": upstreams})
+
+
+def _missing_model(config: Config) -> list[str]:
+    """Names that are no path are the engine's to judge."""
+    model = config.engine.model if config.engine else ""
+    is_path = "/" in model or model.endswith(".gguf")
+    return [f"engine.model: there is no file or folder {model}"] if is_path and not Path(model).exists() else []
 
 
 def _price_faults(config: Config) -> list[str]:

@@ -154,6 +154,9 @@ def _entry(item: object) -> Curated:
         if not normalise(spelling):
             raise ValueError(f"the question {spelling!r} has no words")
     models = _texts(item["models"], "models") if "models" in item else ("*",)
+    for model in models:
+        if model != "*" and "*" in model:
+            raise ValueError(f"'models' holds names, or \"*\" for all of them; {model!r} is neither")
     tags = _texts(item["tags"], "tags") if item.get("tags") else ()
     return Curated(ask, answer, tags, _moment(item.get("expires")), models)
 
