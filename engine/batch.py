@@ -64,18 +64,26 @@ class Runner:
         return torch.tensor(tokens, device=device), torch.tensor(list(positions), device=device)
 
 
+def attention_kind(pool: KVPool) -> str:
+    """How a prefill attends; part of the identity of stored KV, as it decides the last bits."""
+    return "products" if pool.device.type == "cpu" and pool.dtype == torch.bfloat16 else "fused"
+
+
 class _PrefillAttention:
     """Attention of one chunk over everything before it and, causally, over itself."""
 
     def __init__(self, pool: KVPool, blocks: list[int], start: int, end: int) -> None:
         self._pool, self._table, self._slots = pool, pool.table(blocks, end), pool.slots(blocks, start, end)
-        mask = torch.full((end - start, end), float("-inf"), device=pool.device, dtype=pool.dtype).triu_(start + 1)
+        self._by_products = attention_kind(pool) == "products"
+        seen = 0 if self._by_products else start  # by products only the chunk itself needs a mask
+        mask = torch.full((end - start, end - start + seen), float("-inf"), device=pool.device, dtype=pool.dtype)
+        mask.triu_(seen + 1)
         self._mask = mask.repeat(pool.group, 1) if end - start > 1 else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._pool.write(layer, self._slots, k, v)
         keys, values = self._pool.read(layer, self._table)
-        return _attend(q, keys, values, self._mask)
+        return (_attend_by_products if self._by_products else _attend)(q, keys, values, self._mask)
 
 
 class _DecodeAttention:
@@ -101,11 +109,32 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Ten
     `mask` is [group * rows, length], or None where all is visible. The heads that share a KV head (a group) become rows
     of one product, so no key is ever repeated.
     """
+    out = F.scaled_dot_product_attention(
+        _fold(q, keys).unsqueeze(0), keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0), mask
+    )
+    return _unfold(out, q)
+
+
+def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """The same as two plain matrix products, which AMX makes nearly twice as fast as the fused form at 2k to 4k tokens.
+
+    `mask` covers the last rows of `length` only. Scores are rounded to bfloat16 before the softmax, as in eager
+    `transformers`.
+    """
+    scores = torch.bmm(_fold(q, keys) * q.shape[-1] ** -0.5, keys.permute(1, 2, 0))
+    if mask is not None:
+        scores[..., -mask.shape[1] :] += mask
+    return _unfold(torch.bmm(torch.softmax(scores, -1), values.transpose(0, 1)), q)
+
+
+def _fold(q: Tensor, keys: Tensor) -> Tensor:
+    """Heads that share a KV head, as rows of one matrix: [kv_heads, group * rows, d]."""
     rows, heads, size = q.shape
     shared = keys.shape[1]
-    group = heads // shared
-    folded = q.view(rows, shared, group, size).permute(1, 2, 0, 3).reshape(1, shared, group * rows, size)
-    out = F.scaled_dot_product_attention(
-        folded, keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0), attn_mask=mask
-    )
-    return out.view(shared, group, rows, size).permute(2, 0, 1, 3).reshape(rows, heads * size)
+    return q.view(rows, shared, heads // shared, size).permute(1, 2, 0, 3).reshape(shared, -1, size)
+
+
+def _unfold(out: Tensor, q: Tensor) -> Tensor:
+    """Back to [rows, heads * d]."""
+    rows, heads, size = q.shape
+    return out.view(-1, rows, size).transpose(0, 1).reshape(rows, heads * size)

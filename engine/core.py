@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cache.prefix.blocks import LayoutId, chain
-from engine.batch import Runner
+from engine.batch import Runner, attention_kind
 from engine.config import EngineConfig
 from engine.errors import ModelError, RequestError
 from engine.guide import Guide
@@ -89,7 +89,7 @@ class EngineCore:
             head_size=files.spec.head_dim,
             block_size=config.block_size,
             rope=files.spec.rope(),
-            numerics=f"chunk={config.prefill_chunk}",
+            numerics=f"chunk={config.prefill_chunk} attention={attention_kind(self.pool)}",
         )
         stack = build_stack(config, self.layout, size)
         self.lower = None

@@ -50,7 +50,9 @@ def test_o66_warm_equals_cold_at_every_border(core: EngineCore, length: int) -> 
     core.check_integrity()
 
 
-def test_a_hit_gives_bitwise_the_same_logits(core: EngineCore) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hit_gives_bitwise_the_same_logits(dtype: str) -> None:
+    core = tiny.core(dtype=dtype)
     seen: list[torch.Tensor] = []
 
     original = core.model.logits
@@ -66,6 +68,33 @@ def test_a_hit_gives_bitwise_the_same_logits(core: EngineCore) -> None:
     run(core, job("c", ids[:24] + prompt(9, 5), tokens=3))
     assert all(torch.equal(a, b) for a, b in zip(seen[:3], seen[3:6], strict=True))
     assert not torch.equal(seen[0], seen[6])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scattered_blocks_give_bitwise_the_same_logits_as_a_single_run(dtype: str) -> None:
+    seen: list[torch.Tensor] = []
+
+    def serve(every: int) -> list[int]:
+        core = tiny.core(32, dtype=dtype)
+        taken = core.manager.allocate(core.manager.total)
+        assert taken is not None
+        core.manager.release(taken[::every][::-1])  # the first released is the first taken
+        original = core.model.logits
+
+        def spy(hidden: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
+            seen.append(original(hidden, decode=decode))
+            return seen[-1]
+
+        core.model.logits = spy  # type: ignore[method-assign]
+        result, blocks = submit(core, job("a", prompt(45), tokens=3)), []
+        while core.busy:
+            blocks = list(result.sequence.blocks)
+            advance(core, {"a": result})
+        return blocks
+
+    assert serve(1) == list(range(12))
+    assert serve(2) == list(range(0, 24, 2))
+    assert all(torch.equal(a, b) for a, b in zip(seen[:3], seen[3:], strict=True))
 
 
 def test_a_common_prefix_is_shared_and_the_rest_is_not(core: EngineCore) -> None:
