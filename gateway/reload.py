@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from gateway.config import Config, ConfigError
 from gateway.runtime import Runtime
+from gateway.source import unchangeable
 
 Source = Callable[[], Config]
 """Reads the configuration anew; raises `ConfigError`."""
@@ -23,9 +24,6 @@ def reload(runtime: Runtime, source: Source | None) -> None:
         config = source()
     except ConfigError as error:
         raise ReloadError(str(error)) from None
-    old = runtime.config
-    fixed = [name for name in ("memory", "disk", "redis") if getattr(config.cache, name) != getattr(old.cache, name)]
-    fixed = [f"cache.{name}" for name in fixed] + (["ledger"] if config.ledger != old.ledger else [])
-    if fixed:
+    if fixed := unchangeable(config, runtime.config):
         raise ReloadError(f"A change of {', '.join(fixed)} needs a restart.")
     runtime.apply(config)

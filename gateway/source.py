@@ -55,6 +55,12 @@ def adopted(new: Config, running: Config) -> Config:
     return new.model_copy(update={"listen": running.listen, "engine": running.engine, "upstreams": upstreams})
 
 
+def unchangeable(new: Config, running: Config) -> list[str]:
+    """Keys that differ and cannot change while a gateway runs: what its stores are."""
+    caches = [name for name in ("memory", "disk", "redis") if getattr(new.cache, name) != getattr(running.cache, name)]
+    return [f"cache.{name}" for name in caches] + (["ledger"] if new.ledger != running.ledger else [])
+
+
 def _missing_model(config: Config) -> list[str]:
     """Names that are no path are the engine's to judge."""
     model = config.engine.model if config.engine else ""

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from cache.stores.disk import suspect
 from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, EngineConfig, Secret, Upstream
-from gateway.source import Source, adopted
+from gateway.source import Source, adopted, unchangeable
 from gateway.supervisor.children import Child, end, ending, environment, python_module
 from gateway.supervisor.greeting import address, greeting
 from gateway.supervisor.listening import StartError, bind, free_port
@@ -100,6 +100,9 @@ class Supervisor:
             say("the configuration was not reloaded:")
             for message in error.messages:
                 say(f"  {message}")
+            return
+        if fixed := unchangeable(config, self.config):
+            say(f"the configuration was not reloaded: a change of {', '.join(fixed)} needs a restart")
             return
         listen = config.listen.model_copy(update={"port": config.listen.port or self.config.listen.port})
         for name, new, running in (

@@ -81,6 +81,17 @@ async def test_a_dead_worker_is_replaced_and_waiting_connections_are_served(sour
     assert "the gateway worker 1 died (exit code 9); it is started again in 0.05 s" in capfd.readouterr().err
 
 
+async def test_a_reload_that_needs_a_restart_changes_nothing_and_says_so(source, capfd):
+    async with running(source(NO_ENGINE % (1, 60))) as (supervisor, _):
+        changed = (NO_ENGINE % (1, 99)).replace("disk: off", "disk: off, memory: off")
+        source(changed)
+        supervisor.reload()
+        assert (await ask(supervisor, "/who"))["config"]["cache"]["ttl"] == 60
+    said = capfd.readouterr().err
+    assert "was not reloaded: a change of cache.memory needs a restart" in said
+    assert "configuration reloaded" not in said
+
+
 async def test_a_disk_cache_whose_worker_crashed_is_begun_anew(source, tmp_path):
     """LMDB trusts its file: a damaged page can end whoever reads it, worker after worker."""
     folder = tmp_path / "kept"
