@@ -17,7 +17,7 @@ from gateway.hit import kept_response
 from gateway.http import NO_BUFFERING, Headers, Response, begun
 from gateway.ledger import Outcome
 from gateway.plan import Plan
-from gateway.relay import CallFlight, Landed, new_flight
+from gateway.relay import CallFlight, Head, Landed, new_flight
 from gateway.runtime import Runtime
 from gateway.sharing import Sharing
 from gateway.tenants import Denied
@@ -70,11 +70,15 @@ class Coalescing:
         self._runtime.background(renew())
 
     async def route(self, exchange: Exchange, plan: Plan) -> list[Member]:
-        """The upstreams that may answer; raises `Denied` (404), `UpstreamError`."""
-        members = await self._runtime.pool.serving(plan.model.target, exchange.request)
+        """The upstreams that may answer, empty where only a fallback's may; raises `Denied` (404), `UpstreamError`."""
+        runtime = self._runtime
+        members = await runtime.pool.serving(plan.model.target, exchange.request)
         if members:
             return members
-        if not self._runtime.pool.members:
+        for name in plan.model.fallback if plan.dialect.interchangeable else ():
+            if await runtime.pool.serving(runtime.planner.model(name).target, exchange.request):
+                return []  # it will stand in
+        if not runtime.pool.members:
             raise UpstreamError("connect", "no upstream is configured", sent=False)
         exchange.row.model, exchange.row.reason = "", f"model_not_found: {plan.model.name}"
         raise Denied(404, f"The model {plan.model.name[:100]!r} does not exist here.", "model_not_found")
@@ -121,7 +125,7 @@ class Coalescing:
                 return kept
             if head.status >= 400:
                 row.outcome, row.reason = "error", f"status {head.status}"
-            upstream = (b"x-warmgate-upstream", head.upstream.encode())
+            upstream = (b"x-warmgate-upstream", _named(head).encode())
             if head.kept or (collapsed and head.status == 200 and head.stream != plan.streams):
                 async for _ in flight.pieces(token):  # whoever takes no pieces would hold the call up if left alone
                     pass
@@ -129,7 +133,7 @@ class Coalescing:
                 if landed.answer.message is None or landed.answer.outcome.fault:
                     return None
                 row.usage = landed.answer.usage
-                headers = [upstream, (b"cache-status", _status(plan, fwd, None, collapsed=True))]
+                headers = [upstream, (b"cache-status", _status(plan, fwd, head, None, collapsed=True))]
                 return kept_response(plan, landed.answer.message, self._runtime.clock.time(), headers)
             headers: Headers = [*head.headers, upstream]
             if head.whole:
@@ -137,9 +141,9 @@ class Coalescing:
                 landed = await flight.result()
                 row.usage, row.reason = landed.answer.usage, landed.reason or row.reason
                 exchange.computed = landed.answer.message
-                headers.append((b"cache-status", _status(plan, fwd, landed, collapsed=collapsed)))
+                headers.append((b"cache-status", _status(plan, fwd, head, landed, collapsed=collapsed)))
                 return Response(head.status, headers, b"".join(pieces))
-            headers.append((b"cache-status", _status(plan, fwd, None, collapsed=collapsed)))
+            headers.append((b"cache-status", _status(plan, fwd, head, None, collapsed=collapsed)))
             if head.stream:
                 headers += NO_BUFFERING
             body = await begun(self._pieces(exchange, plan, flight, token, stream=head.stream))
@@ -185,7 +189,12 @@ def _landed(exchange: Exchange, landed: Landed) -> None:
         row.outcome = "error"
 
 
-def _status(plan: Plan, fwd: str, landed: Landed | None, *, collapsed: bool) -> bytes:
+def _named(head: Head) -> str:
+    """Who computed it, and which model where that was not the one asked for."""
+    return f"{head.upstream}; model={head.fallback}" if head.fallback else head.upstream
+
+
+def _status(plan: Plan, fwd: str, head: Head, landed: Landed | None, *, collapsed: bool) -> bytes:
     """RFC 9211: how the request was handled by the response cache."""
     parts = [f"warmgate; fwd={fwd}"]
     if collapsed:
@@ -194,6 +203,8 @@ def _status(plan: Plan, fwd: str, landed: Landed | None, *, collapsed: bool) -> 
         parts.append("stored")
     if fwd == "bypass":
         parts.append(f"detail={_quoted(plan.verdict.reason)}")
+    elif head.fallback:
+        parts.append(f"detail={_quoted(f'not stored: the model {head.fallback} stood in')}")
     elif landed is not None and landed.reason:
         parts.append(f"detail={_quoted('not stored: ' + landed.reason)}")
     return "; ".join(parts).encode()

@@ -63,7 +63,9 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
 
 async def _send(member: Member, request: Request, request_id: str) -> UpstreamResponse:
     headers = through_to_upstream(request, request_id, member.proof(request))
-    return await member.send(request.method, quote(request.raw_path, _SPELLED), request.query, headers, request.body)
+    path = quote(request.raw_path, _SPELLED)
+    once = request.method in ("POST", "PATCH")  # what these do is not known, and must not be done twice
+    return await member.send(request.method, path, request.query, headers, request.body, once=once)
 
 
 def one_model(runtime: Runtime, name: str, caller: Caller) -> bytes | None:

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cache.response.canonical import BadBody, Identity, Scope, identify, parse, respell
@@ -62,6 +62,7 @@ class Plan:
     tags: tuple[str, ...]
     lifetime: Lifetime
     sampled: bool
+    repeatable: bool
     outgoing: bytes
 
     @property
@@ -173,8 +174,15 @@ class Planner:
             tags=_tags(request),
             lifetime=self._lifetime(rule, own, asked_ttl),
             sampled=not temperature_zero,
+            repeatable=not ask.side_effects,
             outgoing=outgoing,
         )
+
+    def instead(self, plan: Plan, model: Model) -> Plan:
+        """The same request to another model."""
+        request = respell({**plan.body, "model": model.name})
+        outgoing = self._outgoing(request, {**plan.body, "model": model.name}, model, plan.dialect, plan.caller.tenant)
+        return replace(plan, model=model, outgoing=outgoing)
 
     def salted(self, plan: Plan) -> bytes:
         """The outgoing body with the tenant's salt, for an upstream that keeps prefixes apart by it."""

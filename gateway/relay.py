@@ -17,6 +17,7 @@ from cache.response.entry import Entry
 from cache.response.flights import Flight
 from cache.response.keep import Keeper
 from cache.response.tags import Generations
+from gateway.attempts import Attempts
 from gateway.clock import Clock
 from gateway.config import Cache
 from gateway.dialects.base import Answer, BrokenStream, Piece
@@ -27,9 +28,9 @@ from gateway.ledger import Outcome as RowOutcome
 from gateway.plan import Plan, Planner
 from gateway.sse import Event, EventReader, EventTooLarge
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
-from gateway.upstreams.headers import to_caller, to_upstream
+from gateway.upstreams.headers import retry_after, to_caller, to_upstream
 from gateway.upstreams.pool import Member
-from gateway.upstreams.router import Route, Router
+from gateway.upstreams.router import Route
 from policies.cacheability import Outcome, storable
 
 WINDOW = 256 * 1024
@@ -38,8 +39,8 @@ BOUND = 8 * 1024 * 1024
 """Bytes that one flight holds for late joiners and slow readers."""
 RUN_OUT = 1.0
 """Seconds that an upstream has to end its response once its stream has ended."""
-RETRY_ELSEWHERE = frozenset((502, 503, 504, 529))
-"""Statuses by which an upstream says that another may do better."""
+SENT_AWAY = frozenset((429, 502, 503, 504, 529))
+"""Statuses by which an upstream says that another, or a later request, may do better."""
 UNUSED = {"prompt": 0, "output": 0, "cached": 0}
 """What an upstream used for a request that it refused."""
 
@@ -47,7 +48,8 @@ UNUSED = {"prompt": 0, "output": 0, "cached": 0}
 @dataclass(frozen=True, slots=True)
 class Head:
     """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece. ``followed``: another
-    process made the call; ``kept``: its answer is in the store already, and comes as the result alone.
+    process made the call; ``kept``: its answer is in the store already, and comes as the result alone. ``fallback``:
+    the model that stood in for the one asked for.
     """
 
     status: int
@@ -57,6 +59,7 @@ class Head:
     whole: bool
     followed: bool = False
     kept: bool = False
+    fallback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class _Spending:
 
 
 CallFlight = Flight[Head, Piece, Landed]
+NewAttempts = Callable[[Plan, Request, Sequence[Member]], Attempts]
 Keep = Callable[[Landed], Landed]
 """Stores what may be stored, and says so."""
 
@@ -100,10 +104,10 @@ class Relay:
         cache: Cache,
         not_stored: Counter[str],
         spent: Callable[[Call], None],
-        router: Router,
+        attempts: NewAttempts,
     ) -> None:
         self._planner = planner
-        self._router = router
+        self._attempts = attempts
         self._keeper = keeper
         self._generations = generations
         self._clock = clock
@@ -121,39 +125,42 @@ class Relay:
         flight: CallFlight,
         cause: RowOutcome,
     ) -> Landed:
-        """The producer: calls ``members``, the best first, until one answers; raises `UpstreamError` when none does.
-        Another is tried as long as nothing of an answer has been passed on. ``cause``: the outcome of the request for
-        which it calls.
+        """The producer: calls ``members``, the best first, then whoever else there is to try (`gateway.attempts`).
+        Raises `UpstreamError` when nobody answers. ``cause``: the outcome of the request for which it calls.
         """
         born = self._clock.time()
         stamped = self._generations.stamp(plan.scopes)
-        salt = self._planner.salt(plan.caller.tenant)
-        asked = await self._router.read(plan.model.target, plan.dialect.path, plan.body, salt, members)
-        left = list(members)
-        while left:
-            with self._router.route(asked, left) as route, self._counted(plan, route.member, cause) as call:
-                left.remove(route.member)
+        attempts = self._attempts(plan, request, members)
+        if not members and not await attempts.another(sent=False):
+            raise UpstreamError("connect", "no upstream serves this model", sent=False)
+        while True:
+            with await attempts.next() as route, self._counted(attempts.plan, route.member, cause) as call:
                 try:
-                    response = await self._send(plan, request, request_id, route.member)
+                    response = await self._send(attempts.plan, request, request_id, route.member)
                     if response.status >= 300:
                         call.usage = UNUSED
-                    if response.status in RETRY_ELSEWHERE:
-                        route.failed()
-                        if left:
+                    if response.status in SENT_AWAY:
+                        wait = retry_after(response.headers, self._clock.time())
+                        route.refused(response.status, wait)
+                        if await attempts.another(sent=True, retry_after=wait):
                             response.close()
                             continue
-                    keep = partial(self._keep, plan, born, stamped, cause == "stale")
-                    landed = await self._read(plan, route, response, flight, keep)
+                    fallback = attempts.fallback
+                    keep = (
+                        partial(self._keep, plan, born, stamped, cause == "stale")
+                        if not fallback
+                        else partial(self._not_kept, plan, f"the model {fallback} stood in")
+                    )
+                    landed = await self._read(attempts.plan, route, response, flight, keep, fallback)
                 except UpstreamError as error:
                     call.made = error.sent
                     route.failed()
-                    if flight.opened or not left:
+                    if flight.opened or not await attempts.another(sent=error.sent):
                         raise
                     continue
                 call.usage = call.usage or landed.answer.usage
                 route.learn(landed.answer.usage)
             return landed
-        raise UpstreamError("connect", "no upstream serves this model", sent=False)
 
     @contextmanager
     def _counted(self, plan: Plan, member: Member, cause: RowOutcome) -> Iterator[_Spending]:
@@ -169,10 +176,10 @@ class Relay:
     async def _send(self, plan: Plan, request: Request, request_id: str, member: Member) -> UpstreamResponse:
         headers = to_upstream(request, request_id, member.proof(request))
         body = self._planner.salted(plan) if member.config.cache_salt else plan.outgoing
-        return await member.send("POST", plan.dialect.path, request.query, headers, body)
+        return await member.send("POST", plan.dialect.path, request.query, headers, body, once=not plan.repeatable)
 
     async def _read(
-        self, plan: Plan, route: Route, response: UpstreamResponse, flight: CallFlight, keep: Keep
+        self, plan: Plan, route: Route, response: UpstreamResponse, flight: CallFlight, keep: Keep, fallback: str
     ) -> Landed:
         name = route.member.name
         kind = next((value for name, value in response.headers if name == b"content-type"), b"")
@@ -183,11 +190,12 @@ class Relay:
             codec = decoder(coding) if coding else None
         except UnknownCoding:
             assert coding is not None
-            head = Head(response.status, [*headers, (b"content-encoding", coding)], name, False, False)
+            headers.append((b"content-encoding", coding))
+            head = Head(response.status, headers, name, False, False, fallback=fallback)
             flight.open(head)
             await _pass_on(response.chunks(), b"", flight)
             return keep(Landed(head, Answer(None, Outcome(fault="unknown content coding")), False, ""))
-        head = Head(response.status, headers, name, stream, not stream)
+        head = Head(response.status, headers, name, stream, not stream, fallback=fallback)
         begun = partial(route.begun, first_token=stream)
         return await self.read(plan, head, _decoded(response, codec), flight, keep, begun)
 
@@ -269,8 +277,13 @@ class Relay:
                 self._keeper.keep(plan.identity.key, entry, now)
                 return Landed(landed.head, answer, True, "", landed.failure)
             reason = "too large to keep"
+        return self._not_kept(plan, reason, landed)
+
+    def _not_kept(self, plan: Plan, reason: str, landed: Landed) -> Landed:
+        if not plan.may_keep:
+            return landed
         self._not_stored[reason.split(":")[0]] += 1
-        return Landed(landed.head, answer, False, reason, landed.failure)
+        return Landed(landed.head, landed.answer, False, reason, landed.failure)
 
 
 async def _read_stream(

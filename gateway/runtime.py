@@ -10,6 +10,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cache.stores.breaker import Breaker, GuardedStore
 from cache.stores.disk import DiskStore
 from cache.stores.memory import MemoryStore
 from cache.stores.redis import RedisStore
+from gateway.attempts import Attempts
 from gateway.clock import Clock, SystemClock
 from gateway.config import Config
 from gateway.holdout import HoldOut
@@ -39,6 +41,7 @@ from gateway.upstreams.pool import Pool
 from gateway.upstreams.router import Router
 from gateway.upstreams.watch import Watch
 from policies.pricing import PriceError, PriceTable, tokens
+from policies.retry import Retries
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Runtime:
         self.watch.every = config.routing.probe
         self.planner = Planner(config, self.secret)
         self.keeper.min_uses = config.cache.min_uses
+        retries = Retries(config.retry.rounds, config.retry.base, config.retry.longest)
         self.relay = Relay(
             self.planner,
             self.keeper,
@@ -102,7 +106,7 @@ class Runtime:
             config.cache,
             self.not_stored,
             self._spent,
-            self.router,
+            partial(Attempts, planner=self.planner, pool=self.pool, router=self.router, retries=retries),
         )
         self.ledger.apply(self.prices, service_levels(config))
         self.holdout = HoldOut(config.cache.holdout)

@@ -109,14 +109,15 @@ async def _body(seat: Follow) -> AsyncGenerator[bytes, None]:
 
 def _packed(head: Head, born: float) -> bytes:
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers]
-    return orjson.dumps([head.status, headers, head.upstream, head.stream, head.whole, born])
+    return orjson.dumps([head.status, headers, head.upstream, head.stream, head.whole, head.fallback, born])
 
 
 def _unpacked(data: bytes) -> tuple[Head, float]:
     """Raises `LeaderLost` for what no gateway of this version has said."""
     try:
-        status, headers, upstream, stream, whole, born = orjson.loads(data)
+        status, headers, upstream, stream, whole, fallback, born = orjson.loads(data)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        return Head(int(status), pairs, str(upstream), bool(stream), bool(whole), followed=True), float(born)
+        head = Head(int(status), pairs, str(upstream), bool(stream), bool(whole), followed=True, fallback=str(fallback))
+        return head, float(born)
     except (ValueError, TypeError, AttributeError):
         raise LeaderLost from None

@@ -20,6 +20,7 @@ class Health:
         self._relapses = 0
         self._until = 0.0  # ejected till then, and then till it has answered
         self._ejected = False
+        self._rests_until = 0.0
         self._returned_at = -RETURN
 
     def succeeded(self, now: float) -> None:
@@ -43,9 +44,13 @@ class Health:
         self._eject(now)
         return True
 
+    def rest(self, now: float, seconds: float) -> None:
+        """It asks to be left alone for a while."""
+        self._rests_until = max(self._rests_until, now + min(seconds, LONGEST_BREAK))
+
     def available(self, now: float) -> bool:
         """Whether requests may go there. After its break it may be tried again."""
-        return not self._ejected or now >= self._until
+        return now >= self._rests_until and (not self._ejected or now >= self._until)
 
     @property
     def ejected(self) -> bool:

@@ -16,6 +16,7 @@ from gateway.config.fields import (
     Bytes,
     Count,
     Device,
+    Few,
     FilePath,
     HttpUrl,
     KeyRef,
@@ -253,6 +254,14 @@ class Routing(Section):
     probe: Seconds = 5.0  # between two looks at each upstream's health and load; 0: none
 
 
+class Retry(Section):
+    """Further tries where no upstream of a model was reached, or where one asks to come back (``retry-after``)."""
+
+    rounds: Few = 2
+    base: Seconds = 0.2  # the longest pause before the first round; doubled for each further one
+    longest: Seconds = 5.0  # that a caller is kept waiting for a round
+
+
 class Disaggregation(Section):
     enabled: Switch = "auto"
 
@@ -290,6 +299,7 @@ class Config(Section):
     faq: Faq = Faq()
     engine: Annotated[EngineConfig | None, Off] = None
     routing: Routing = Routing()
+    retry: Retry = Retry()
     disaggregation: Disaggregation = Disaggregation()
     prices: FilePath | None = None
     ledger: Annotated[Ledger | None, Off] = Field(default_factory=Ledger)

@@ -85,6 +85,8 @@ class Dialect(ABC):
     """Top-level request fields that are not in the key, each with the reason why no answer depends on it."""
     vary: ClassVar[tuple[str, ...]] = ()
     """Request headers that change the answer, and so belong to the key."""
+    interchangeable: ClassVar[bool] = True
+    """Whether another model's answer may stand in where the one asked for fails."""
     held: ClassVar[int] = 0
     """Bytes of a plain answer that are held back to be read, even where no single entry may be as large."""
 

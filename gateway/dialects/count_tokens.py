@@ -20,6 +20,7 @@ class CountTokens(PlainDialect):
     path = "/v1/messages/count_tokens"
     excluded = EXCLUDED
     vary = VARY
+    interchangeable = False  # each model counts by its own tokens
 
     def ask(self, body: Mapping[str, Any]) -> Ask:
         return Ask(turns=turns_of(body), world=world_of(body), always_deterministic=True)

@@ -34,6 +34,7 @@ class Embeddings(PlainDialect):
         "cache_salt": "replaced by the gateway's own",
         "priority": "order of service",
     }
+    interchangeable = False  # vectors of two models cannot be compared
     held = 64 * 1024 * 1024
 
     def ask(self, body: Mapping[str, Any]) -> Ask:

@@ -78,8 +78,11 @@ class UpstreamClient:
         headers: list[tuple[bytes, bytes]],
         body: bytes,
         timeouts: Timeouts,
+        *,
+        once: bool = False,
     ) -> UpstreamResponse:
-        """Send a request; return when the response head has arrived.
+        """Send a request; return when the response head has arrived. `once`: on a new connection, since one that was
+        kept may turn out to be stale, and the request would have to be sent again.
 
         Host, framing and hop-by-hop headers are the client's own; those in `headers` are left out. A kept connection
         that turns out to be stale before any response byte is replaced once. Raises UpstreamError. Cancelling the
@@ -92,7 +95,7 @@ class UpstreamClient:
         head = request_head(method, target, pool.authority, headers, len(body))
         bodyless = method == "HEAD"
         total_at = loop.time() + timeouts.total
-        connection = pool.take()
+        connection = None if once else pool.take()
         if connection is not None:
             try:
                 return await connection.exchange(head, body, bodyless=bodyless, timeouts=timeouts, total_at=total_at)

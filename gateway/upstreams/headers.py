@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from email.utils import parsedate_to_datetime
+
 from gateway.http import HOP_BY_HOP, Headers, Request
 
 _TO_UPSTREAM = frozenset(
@@ -25,6 +27,23 @@ _PREFIXES_TO_CALLER = (b"openai-", b"anthropic-", b"x-ratelimit-", b"ratelimit")
 
 _OURS = (b"x-warmgate-", b"x-forwarded-")
 _NEVER_BACK = frozenset((b"set-cookie", b"content-length", b"date", b"server", b"x-request-id"))
+
+
+def retry_after(headers: Headers, now: float) -> float | None:
+    """Seconds for which an upstream asks to be left alone (RFC 9110 section 10.2.3, and OpenAI's in milliseconds); None
+    where it does not. ``now``: unix seconds.
+    """
+    named = dict(headers)
+    milliseconds, text = (
+        named.get(b"retry-after-ms", b"").strip(),
+        named.get(b"retry-after", b"").strip().decode("latin-1"),
+    )
+    if milliseconds.isdigit():
+        return int(milliseconds) / 1000
+    try:
+        return float(text) if text.isdigit() else max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except ValueError:
+        return None
 
 
 def credentials(api: str, api_key: str | None, request: Request, *, open_gateway: bool) -> Headers:

@@ -68,10 +68,12 @@ class Member:
             raise UpstreamError("connect", f"upstreams.{self.name}.api_key: {error}", sent=False) from None
         return credentials(self.config.api, key, request, open_gateway=self.open_gateway)
 
-    async def send(self, method: str, path: str, query: bytes, headers: Headers, body: bytes) -> UpstreamResponse:
-        """Sends a request to ``path`` (``/v1/…``) under this upstream's base address."""
+    async def send(
+        self, method: str, path: str, query: bytes, headers: Headers, body: bytes, *, once: bool = False
+    ) -> UpstreamResponse:
+        """Sends a request to ``path`` (``/v1/…``) under this upstream's base address, surely not twice if ``once``."""
         target = self._base + path.encode() + (b"?" + query if query else b"")
-        return await self._client.send(self.origin, method, target, headers, body, self._timeouts)
+        return await self._client.send(self.origin, method, target, headers, body, self._timeouts, once=once)
 
     def reports(self, requests: int) -> None:
         """It says how many requests it has, those of others included."""

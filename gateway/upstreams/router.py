@@ -87,6 +87,13 @@ class Route:
         if self.member.health.failed(self._router.now()):
             self._router.forget(self.member)
 
+    def refused(self, status: int, retry_after: float | None) -> None:
+        """The upstream sends us away: because it cannot answer, or (429) because we ask too much of it."""
+        if status != 429:
+            self.failed()
+        if retry_after is not None:
+            self.member.health.rest(self._router.now(), retry_after)
+
     def learn(self, usage: Mapping[str, int] | None) -> None:
         """The upstream reports the tokens it used; an upstream may say anything, so within bounds."""
         prompt = (usage or {}).get("prompt")

@@ -1,0 +1,90 @@
+"""Whom a call is sent to, one after another: the upstreams of its model, then those of the models that may stand in for
+it, or its own once more after a pause. All of it only as long as nothing of an answer has been passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from gateway.http import Request
+from gateway.plan import Plan, Planner
+from gateway.upstreams.pool import Member, Pool
+from gateway.upstreams.router import Asked, Route, Router
+from policies.retry import Retries
+
+
+class Attempts:
+    """``plan`` is what is sent now; `next` says to whom, and after a failure `another` whether there is anybody left.
+
+    A request with side effects is sent once, unless it surely did not arrive.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        request: Request,
+        members: Sequence[Member],
+        planner: Planner,
+        pool: Pool,
+        router: Router,
+        retries: Retries,
+    ) -> None:
+        self.plan = plan
+        self._first = plan
+        self._request = request
+        self._members = tuple(members)
+        self._left = list(members)
+        self._fallbacks = list(plan.model.fallback) if plan.repeatable and plan.dialect.interchangeable else []
+        self._planner, self._pool, self._router = planner, pool, router
+        self._retries = retries
+        self._asked: Asked | None = None
+        self._rounds = 0
+        self._pause = 0.0
+
+    @property
+    def fallback(self) -> str:
+        """The model that stands in, if one does."""
+        return self.plan.model.target if self.plan is not self._first else ""
+
+    async def next(self) -> Route:
+        """The best of those who are left; it is held from now on."""
+        if self._pause:
+            await asyncio.sleep(self._pause)
+            self._pause = 0.0
+        if self._asked is None:
+            plan = self.plan
+            salt = self._planner.salt(plan.caller.tenant)
+            self._asked = await self._router.read(plan.model.target, plan.dialect.path, plan.body, salt, self._left)
+        route = self._router.route(self._asked, self._left)
+        self._left.remove(route.member)
+        return route
+
+    async def another(self, *, sent: bool, retry_after: float | None = None) -> bool:
+        """Whether there is somebody to turn to after a failure. ``sent``: the request may have arrived.
+        ``retry_after``: the upstream asks to come back in so many seconds.
+        """
+        if sent and not self._first.repeatable:
+            return False
+        return bool(self._left) or await self._stand_in() or self._again(sent=sent, retry_after=retry_after)
+
+    async def _stand_in(self) -> bool:
+        while self._fallbacks:
+            model = self._planner.model(self._fallbacks.pop(0))
+            members = await self._pool.serving(model.target, self._request)
+            if members:
+                self.plan, self._left, self._asked = self._planner.instead(self._first, model), members, None
+                return True
+        return False
+
+    def _again(self, *, sent: bool, retry_after: float | None) -> bool:
+        """Another round, for what surely did not arrive or was asked to come again."""
+        if self.plan is not self._first or not self._members or (sent and retry_after is None):
+            return False
+        pause = self._retries.pause(self._rounds, retry_after, random.random())
+        if pause is None:
+            return False
+        self._pause, self._left = pause, list(self._members)
+        self._rounds += 1
+        return True
