@@ -48,7 +48,7 @@ class Ear:
         return self.listener.counts()["u"].get(what, 0)
 
     def until(self, true: Callable[[], bool], timeout: float = 5.0) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + 30timeout
         while not true():
             assert time.monotonic() < deadline, (self.listener.counts(), len(self.held))
             time.sleep(0.005)
