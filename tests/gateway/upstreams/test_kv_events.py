@@ -47,8 +47,8 @@ class Ear:
     def count(self, what: str) -> int:
         return self.listener.counts()["u"].get(what, 0)
 
-    def until(self, true: Callable[[], bool], timeout: float = 5.0) -> None:
-        deadline = time.monotonic() + 30timeout
+    def until(self, true: Callable[[], bool], timeout: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout
         while not true():
             assert time.monotonic() < deadline, (self.listener.counts(), len(self.held))
             time.sleep(0.005)
