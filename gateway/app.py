@@ -17,7 +17,7 @@ from gateway.config import Config
 from gateway.dashboard.routes import dashboard_routes
 from gateway.heads import Heads
 from gateway.health import health_routes
-from gateway.http import Request, Response
+from gateway.http import Request, Response, Stream
 from gateway.pipeline import Pipeline
 from gateway.receive import ClientGone, Unreadable, read_request
 from gateway.reload import Source, reload
@@ -88,13 +88,26 @@ class Gateway:
         if isinstance(response.body, bytes):
             await _send_whole(response, send)
             return
-        try:
-            await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
-            async for chunk in response.body:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            await response.body.aclose()
+        await _send_stream(response, response.body, send)
+
+
+async def _send_stream(response: Response, body: Stream, send: Send) -> None:
+    more, failure = asyncio.Event(), None
+    body.wake = more.set
+    try:
+        await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+        while not body.ended:
+            more.clear()
+            data = body.take()
+            if data or body.ended:
+                await send({"type": "http.response.body", "body": data, "more_body": not body.ended})
+            else:
+                await more.wait()
+    except Exception as error:
+        failure = error
+        raise
+    finally:
+        body.close(failure)
 
 
 async def _nowhere(request: PageRequest, error: Exception) -> JSONResponse:

@@ -18,7 +18,7 @@ from gateway.hit import hit_headers
 from gateway.http import JSON, Request, Response
 from gateway.ledger import Row
 from gateway.plan import Plan, varying
-from gateway.relay import Head, Landed, new_flight
+from gateway.reading import Head, Landed, new_flight
 from gateway.runtime import Runtime
 from gateway.upstreams.client import UpstreamError
 from gateway.upstreams.pool import Member
@@ -201,8 +201,10 @@ class Batches:
             plan = replace(plan, body=body, outgoing=respell(body))
         plan = replace(plan, verdict=Verdict(False, "kept item by item"))
         members = await work.route()
-        flight = new_flight()
-        call = runtime.relay.fly(plan, work.request, work.row.request_id, members, flight, work.row.outcome)
+        flight = new_flight(shared=False)
+        call = runtime.relay.fly(
+            plan, work.request, work.row.request_id, members, flight, work.row.outcome, wanted=True
+        )
         flight.start(call, lambda: None)
         token = flight.join()
         try:

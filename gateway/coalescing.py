@@ -6,18 +6,19 @@ purge is joined by nobody after it, and a stale entry is renewed by one flight h
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from functools import partial
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from cache.response.entry import BadEntry
-from cache.response.flights import FellBehind
+from cache.response.flights import FellBehind, Follower
+from gateway.dialects.base import Piece
 from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
 from gateway.hit import kept_response
-from gateway.http import NO_BUFFERING, Headers, Response, begun
+from gateway.http import NO_BUFFERING, Headers, Response, Stream
 from gateway.ledger import Outcome
 from gateway.plan import Plan
-from gateway.relay import CallFlight, Head, Landed, new_flight
+from gateway.reading import CallFlight, Head, Landed, new_flight
 from gateway.runtime import Runtime
 from gateway.sharing import Sharing
 from gateway.tenants import Denied
@@ -99,15 +100,18 @@ class Coalescing:
         join another.
         """
         runtime, key = self._runtime, plan.identity.fingerprint
-        flight = new_flight()
-        call = partial(runtime.relay.fly, plan, exchange.request, exchange.request_id, members, flight, cause)
-        shared = None
-        if (plan.may_join or cause == "stale") and not alone and not self._under_way(plan):
+        shared = (plan.may_join or cause == "stale") and not alone and not self._under_way(plan)
+        flight = new_flight(shared=shared)
+        wanted = plan.may_keep or exchange.held_out is not None
+
+        def call() -> Coroutine[Any, Any, Landed]:
+            request, name = exchange.request, exchange.request_id
+            return runtime.relay.fly(plan, request, name, members, flight, cause, wanted=wanted)
+
+        if shared:
             runtime.flights.add(key, flight, runtime.clock.time(), runtime.generations.stamp(plan.scopes))
-            shared = self._sharing
-        flight.start(
-            call() if shared is None else shared.fly(plan, flight, call), lambda: runtime.flights.drop(key, flight)
-        )
+        producer = call() if not shared or self._sharing is None else self._sharing.fly(plan, flight, call)
+        flight.start(producer, lambda: runtime.flights.drop(key, flight))
         return flight
 
     async def _follow(
@@ -115,7 +119,7 @@ class Coalescing:
     ) -> Response | None:
         """The answer of a flight in this caller's form; None: it is in another form, and cannot be turned into this."""
         row = exchange.row
-        token = flight.join()
+        follower = flight.join()
         handed_over = False
         try:
             head = await flight.head()
@@ -127,7 +131,7 @@ class Coalescing:
                 row.outcome, row.reason = "error", f"status {head.status}"
             upstream = (b"x-warmgate-upstream", _named(head).encode())
             if head.kept or (collapsed and head.status == 200 and head.stream != plan.streams):
-                async for _ in flight.pieces(token):  # whoever takes no pieces would hold the call up if left alone
+                async for _ in flight.pieces(follower):  # whoever takes no pieces would hold the call up if left alone
                     pass
                 landed = await flight.result()
                 if landed.answer.message is None or landed.answer.outcome.fault:
@@ -137,8 +141,8 @@ class Coalescing:
                 return kept_response(plan, landed.answer.message, self._runtime.clock.time(), headers)
             headers: Headers = [*head.headers, upstream]
             if head.whole:
-                pieces = [piece.asked async for piece in flight.pieces(token)]
                 landed = await flight.result()
+                pieces = [piece.asked for piece in follower.take()]
                 row.usage, row.reason = landed.answer.usage, landed.reason or row.reason
                 exchange.computed = landed.answer.message
                 headers.append((b"cache-status", _status(plan, fwd, head, landed, collapsed=collapsed)))
@@ -146,43 +150,59 @@ class Coalescing:
             headers.append((b"cache-status", _status(plan, fwd, head, None, collapsed=collapsed)))
             if head.stream:
                 headers += NO_BUFFERING
-            body = await begun(self._pieces(exchange, plan, flight, token, stream=head.stream))
             handed_over = True
-            return Response(head.status, headers, body)
+            return Response(head.status, headers, _Following(exchange, plan, flight, follower, stream=head.stream))
         except (FellBehind, BadEntry):
             return None
         finally:
             if not handed_over:
-                flight.leave(token)
+                flight.leave(follower)
 
-    async def _pieces(
-        self, exchange: Exchange, plan: Plan, flight: CallFlight, token: object, *, stream: bool
-    ) -> AsyncGenerator[bytes, None]:
-        row, clock = exchange.row, self._runtime.clock
-        asked = plan.dialect.wants_usage(plan.body)
+
+class _Following(Stream):
+    """The body of an answer that is not whole yet, for one follower of its flight."""
+
+    def __init__(
+        self, exchange: Exchange, plan: Plan, flight: CallFlight, follower: Follower[Piece], *, stream: bool
+    ) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._plan = plan
+        self._flight = flight
+        self._follower = follower
+        self._stream = stream
+        self._asked = plan.dialect.wants_usage(plan.body)
+        follower.wake = lambda: self.wake()
+
+    def take(self) -> bytes:
         try:
-            yield b""
-            async for piece in flight.pieces(token):
-                if piece.last:
-                    _landed(exchange, await flight.result())
-                data = piece.asked if asked else piece.unasked
-                if data:
-                    if row.ttft is None:
-                        row.ttft = clock.monotonic() - exchange.began
-                    yield data
-            _landed(exchange, await flight.result())
+            pieces = self._follower.take()
         except FellBehind:
-            row.outcome, row.reason = "error", "reader too slow"
-            if not stream:
-                raise UpstreamError("reset", "this reader fell too far behind", sent=True) from None
-            yield plan.dialect.error_event("This reader fell too far behind the stream it had joined.", "too_slow")
-        finally:
-            flight.leave(token)
+            return self._fell_behind()
+        if self._follower.ended:
+            self.ended = True
+            _landed(self._exchange, self._flight.outcome)
+        data = b"".join([piece.asked if self._asked else piece.unasked for piece in pieces])
+        if data and self._exchange.row.ttft is None:
+            self._exchange.first_piece()
+        return data
+
+    def leave(self) -> None:
+        self._flight.leave(self._follower)
+
+    def _fell_behind(self) -> bytes:
+        row = self._exchange.row
+        row.outcome, row.reason = "error", "reader too slow"
+        if not self._stream:
+            raise UpstreamError("reset", "this reader fell too far behind", sent=True)
+        self.ended = True
+        message = "This reader fell too far behind the stream it had joined."
+        return self._plan.dialect.error_event(message, "too_slow")
 
 
 def _landed(exchange: Exchange, landed: Landed) -> None:
     """The caller has, or is about to have, all there is."""
-    exchange.complete, row = True, exchange.row
+    row = exchange.row
     exchange.computed = landed.answer.message
     row.usage, row.reason = landed.answer.usage, landed.failure or landed.reason or row.reason
     if landed.failure:

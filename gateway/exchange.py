@@ -22,10 +22,14 @@ class Exchange:
         self.row = Row(
             at=clock.time(), endpoint=self.dialect.path if self.dialect else "other", request_id=self.request_id
         )
+        self._clock = clock
         self.began = clock.monotonic()
-        self.complete = False  # a streamed answer has been handed over to its end
         self.held_out: bytes | None = None  # the kept message, where this would have been a hit (`gateway.holdout`)
         self.computed: bytes | None = None  # the message that an upstream made for this request
+
+    def first_piece(self) -> None:
+        """The first piece of a streamed answer is handed over."""
+        self.row.ttft = self._clock.monotonic() - self.began
 
     def refusal(self, status: int, message: str, code: str | None, headers: Headers | None = None) -> Response:
         """An error of our own, in the form of the API that was asked."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 Headers = list[tuple[bytes, bytes]]
@@ -42,21 +43,47 @@ class Request:
         return b", ".join(found).decode("latin-1") if found else None
 
 
+class Stream(ABC):
+    """A body that comes in pieces. Whoever sends it sets ``wake``, takes what there is whenever it is woken, until it
+    has ``ended``, and closes it, however that went.
+
+    ``on_close`` is called once, with what `take` raised, if anything.
+    """
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = _nothing
+        self.on_close: Callable[[Exception | None], None] = _nothing
+        self.ended = False
+        self._closed = False
+
+    @abstractmethod
+    def take(self) -> bytes:
+        """What has come since; empty while there is nothing. Raises what cut the body short."""
+
+    def close(self, failure: Exception | None = None) -> None:
+        """Nothing more will be taken. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.wake = _nothing
+            self.leave()
+            self.on_close(failure)
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Lets go of where it comes from."""
+
+
 @dataclass(slots=True)
 class Response:
-    """A response whose body is whole or comes in chunks; a generator is closed when the caller leaves."""
+    """A response whose body is whole or comes in pieces."""
 
     status: int
     headers: Headers
-    body: bytes | AsyncGenerator[bytes, None]
+    body: bytes | Stream
 
 
-async def begun(body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Runs a body up to its first chunk, an empty one for this purpose: from then on closing it sees to its end, even
-    if the caller leaves before anything is read. (A generator that was never begun ends without its ``finally``.)
-    """
-    await anext(body)
-    return body
+def _nothing(_: object = None) -> None:
+    """What nobody waits for."""
 
 
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")

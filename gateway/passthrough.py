@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 import orjson
 
-from gateway.http import Request, Response, begun
+from gateway.http import Request, Response, Stream
 from gateway.ledger import Row
 from gateway.runtime import Runtime
 from gateway.tenants import Caller, Denied
@@ -58,7 +58,7 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
         row.outcome, row.reason = "error", f"status {response.status}"
     kept = [*through_to_caller(response.headers), (b"x-warmgate-upstream", row.upstream.encode())]
     kept += [(b"x-warmgate-route", route.header), (b"cache-status", b"warmgate; fwd=bypass")]
-    return Response(response.status, kept, await begun(_body(response, route)))
+    return Response(response.status, kept, _Through(response, route))
 
 
 async def _send(member: Member, request: Request, request_id: str) -> UpstreamResponse:
@@ -93,16 +93,25 @@ async def _members(runtime: Runtime, name: str | None, request: Request) -> Sequ
     return serving or runtime.pool.members[:1]
 
 
-async def _body(response: UpstreamResponse, route: Route) -> AsyncGenerator[bytes, None]:
-    with route:
-        try:
-            yield b""
-            async for chunk in response.chunks():
-                if route.waiting:
-                    route.begun(first_token=False)
-                yield chunk
-        finally:
-            response.close()
+class _Through(Stream):
+    """An upstream's body as it comes."""
+
+    def __init__(self, response: UpstreamResponse, route: Route) -> None:
+        super().__init__()
+        self._response = response
+        self._route = route
+        response.on_arrival = lambda: self.wake()
+
+    def take(self) -> bytes:
+        data = self._response.take()
+        if data and self._route.waiting:
+            self._route.begun(first_token=False)
+        self.ended = self._response.ended
+        return data
+
+    def leave(self) -> None:
+        self._response.close()
+        self._route.close()
 
 
 def _model_named(request: Request) -> str | None:

@@ -5,7 +5,6 @@ dialect.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +16,7 @@ from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
 from gateway.hit import hit_headers, kept_response
 from gateway.holdout import PATIENCE, agreement
-from gateway.http import JSON, Request, Response, begun
+from gateway.http import JSON, Request, Response, Stream
 from gateway.ledger import SAVED, Outcome
 from gateway.passthrough import list_models, one_model, pass_through
 from gateway.plan import BadRequest, Plan, read_body
@@ -59,7 +58,7 @@ class Pipeline:
         if isinstance(response.body, bytes):
             self._close(exchange, response.status)
         else:
-            response.body = await begun(self._until_end(exchange, response.status, response.body))
+            response.body.on_close = partial(self._streamed, exchange, response.status, response.body)
         response.headers.append((b"x-request-id", exchange.request_id.encode()))
         return response
 
@@ -155,7 +154,7 @@ class Pipeline:
             return hit
         if response.status >= 400 and (hit := kept()) is not None:
             if not isinstance(response.body, bytes):
-                await response.body.aclose()
+                response.body.close()
             return hit
         if exchange.held_out is not None:
             hold_out.went(well=True)
@@ -191,27 +190,14 @@ class Pipeline:
             return exchange.refusal(504, f"The upstream did not answer in time: {error}.", "upstream_timeout")
         return exchange.refusal(502, f"The upstream could not answer: {error}.", "upstream_error")
 
-    async def _until_end(
-        self, exchange: Exchange, status: int, body: AsyncGenerator[bytes, None]
-    ) -> AsyncGenerator[bytes, None]:
-        """The body; its row is written when it has ended, or the caller has left."""
+    def _streamed(self, exchange: Exchange, status: int, body: Stream, failure: Exception | None) -> None:
+        """A body that came in pieces has ended, has failed, or its caller has left."""
         row = exchange.row
-        ended = 499  # the caller left, unless it turns out otherwise
-        try:
-            yield b""
-            async for chunk in body:
-                yield chunk
-            ended = status
-        except (UpstreamError, EncodingError) as error:
-            row.outcome, row.reason, ended = "error", str(error), status
-            raise
-        finally:
-            await body.aclose()
-            if ended == 499 and exchange.complete:
-                ended = status
-            elif ended == 499:
-                row.outcome, row.reason = "error", row.reason or "caller left"
-            self._close(exchange, ended)
+        if failure is not None:
+            row.outcome, row.reason = "error", str(failure)
+        elif not body.ended:
+            row.outcome, row.reason, status = "error", row.reason or "caller left", 499
+        self._close(exchange, status)
 
     def _close(self, exchange: Exchange, status: int) -> None:
         runtime, row = self._runtime, exchange.row

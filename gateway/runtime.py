@@ -34,7 +34,8 @@ from gateway.ledger import Call, Ledger
 from gateway.ledger.settings import load_prices, service_levels
 from gateway.limits import SharedQuotas, Usages
 from gateway.plan import Plan, Planner
-from gateway.relay import CallFlight, Relay
+from gateway.reading import CallFlight
+from gateway.relay import Relay
 from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.pool import Pool

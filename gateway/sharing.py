@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from hashlib import sha256
 from typing import Any
 
@@ -12,7 +12,7 @@ import orjson
 from cache.response.shared_flights import Follow, Lead, LeaderLost, SharedFlights, Stored
 from gateway.dialects.base import Answer
 from gateway.plan import Plan
-from gateway.relay import CallFlight, Head, Landed
+from gateway.reading import CallFlight, Head, Landed, Reading
 from gateway.runtime import Runtime
 from gateway.upstreams.client import UpstreamError
 from policies.cacheability import Outcome
@@ -74,7 +74,8 @@ class Sharing:
             purged = not generations.alive({}, born) or generations.fresh_until({}, born, math.inf) < math.inf
             if purged or (max_age is not None and self._runtime.clock.time() - born > max_age):
                 raise _TooOld
-            return await self._runtime.relay.read(plan, head, _body(seat), flight, lambda landed: landed)
+            await _feed(seat, self._runtime.relay.reading(plan, head, flight, lambda landed: landed, wanted=True))
+            return flight.outcome
         finally:
             await seat.leave()
 
@@ -99,12 +100,17 @@ class Sharing:
         return name + b"-" + sha256(repr(purges).encode()).hexdigest()[:16].encode() if purges else name
 
 
-async def _body(seat: Follow) -> AsyncGenerator[bytes, None]:
+async def _feed(seat: Follow, reading: Reading) -> None:
+    """Gives a reading what the leader tells; raises UpstreamError where it breaks off."""
     try:
-        async for piece in seat.pieces():
-            yield piece
+        async for data in seat.pieces():
+            reading.feed(data)
+            if reading.done:
+                return
+            await reading.flight.room()
+        reading.end()
     except LeaderLost:
-        raise UpstreamError("reset", "the gateway that made this call is gone", sent=True) from None
+        reading.fail(UpstreamError("reset", "the gateway that made this call is gone", sent=True))
 
 
 def _packed(head: Head, born: float) -> bytes:

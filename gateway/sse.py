@@ -7,7 +7,7 @@ Only whole events are decoded, so a character cut by a chunk border is never see
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _BLANK_LINE = re.compile(rb"[\r\n](?:(?<=\n)|(?<=\r)(?!\n)|(?<=\r)\n)(?:\r\n|\n|\r(?!\n))")
 """Two line ends, ``(CRLF|LF|CR){2}``; begun with a set of signs, which the search can skip to."""
@@ -19,8 +19,7 @@ class EventTooLarge(ValueError):
     """An event grew past the bound without ending."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One event: its bytes as they came, the event name (empty: unnamed), and its data, or None for a comment or a
     blank.
     """
@@ -42,21 +41,25 @@ class EventReader:
 
     def feed(self, data: bytes) -> list[Event]:
         """Adds bytes and returns the events that they complete; raises `EventTooLarge`."""
+        return events(self.whole(data))
+
+    def whole(self, data: bytes) -> bytes:
+        """Adds bytes and returns those of all events that they complete; raises `EventTooLarge`."""
         pending = self._pending
+        if not pending and data.endswith(b"\n\n") and b"\r" not in data:
+            return data  # as nearly every upstream sends it
         pending += data
-        events: list[Event] = []
-        start = 0
-        while match := _BLANK_LINE.search(pending, max(start, self._scanned)):
-            end = match.end()
-            if end == len(pending) and pending[end - 1] == 0x0D:
+        end = 0
+        while match := _BLANK_LINE.search(pending, max(end, self._scanned)):
+            if match.end() == len(pending) and pending[-1] == 0x0D:
                 break  # the other half of a CRLF may still come
-            events.append(_event(bytes(pending[start:end])))
-            start = self._scanned = end
-        del pending[:start]
+            end = self._scanned = match.end()
+        whole = bytes(pending[:end])
+        del pending[:end]
         self._scanned = max(0, len(pending) - 3)
         if len(pending) > self._max_event:
             raise EventTooLarge(f"an event of over {self._max_event} bytes")
-        return events
+        return whole
 
     def finish(self) -> list[Event]:
         """The event that a last ``CR`` completes, now that its ``LF`` will not come; by the grammar an unfinished event
@@ -80,7 +83,22 @@ def frame(data: bytes, name: str = "") -> bytes:
     return b"".join((b"event: ", name.encode(), b"\ndata: ", data, b"\n\n")) if name else b"data: " + data + b"\n\n"
 
 
+def events(whole: bytes) -> list[Event]:
+    """The events of bytes that hold whole ones only; a blank line too many is one without data."""
+    if b"\r" not in whole:
+        *parts, tail = whole.split(b"\n\n")
+        found = [_event(part + b"\n\n") for part in parts]
+        return [*found, Event(tail, "", None)] if tail else found
+    found, start = [], 0
+    while match := _BLANK_LINE.search(whole, start):
+        found.append(_event(whole[start : match.end()]))
+        start = match.end()
+    return found
+
+
 def _event(raw: bytes) -> Event:
+    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
+        return Event(raw, "", raw[6:-2])
     name = ""
     data: list[bytes] = []
     for line in _LINE_END.split(raw.removeprefix(_BOM)):

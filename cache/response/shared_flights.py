@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cache.response.flights import Flight
+from cache.response.flights import Flight, Follower
 from cache.stores.breaker import GuardedStore
 from cache.stores.leases import Leases, Told
 
@@ -121,7 +121,7 @@ class Lead:
     async def _tell(
         self,
         flight: Flight[Head, Part, Result],
-        seat: object,
+        seat: Follower[Part],
         head: Callable[[Head], bytes],
         piece: Callable[[Part], bytes],
     ) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gateway.sse import Event
 from policies.cacheability import Ask, Outcome
@@ -24,15 +24,13 @@ class BrokenStream(ValueError):
     """The upstream's stream stopped making sense; nothing of it after this point is passed on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One event for the caller: its bytes for those who asked for usage, and for those who did not (either may be
-    empty). ``last``: a caller who has it has the whole answer, and may leave.
+class Piece(NamedTuple):
+    """A part of an answer, a number of whole events of a stream: its bytes for callers who asked for usage, and for
+    those who did not (either may be empty).
     """
 
     asked: bytes
     unasked: bytes
-    last: bool = False
 
     @staticmethod
     def same(raw: bytes) -> Piece:
@@ -65,6 +63,16 @@ class Collector(ABC):
     @abstractmethod
     def feed(self, event: Event) -> Piece:
         """Takes an event and gives what to pass on; raises `BrokenStream`."""
+
+    @abstractmethod
+    def may_skip(self, events: bytes) -> bool:
+        """Whether whole events say nothing that must be known of an answer which nobody keeps: no end, no error, no
+        usage. They may then be passed on unread.
+        """
+
+    @abstractmethod
+    def usage(self) -> dict[str, int]:
+        """Tokens as far as they are known."""
 
     @abstractmethod
     def close(self) -> Answer:

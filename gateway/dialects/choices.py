@@ -18,6 +18,7 @@ from policies.cacheability import Outcome
 _IDENTITY = ("id", "created")
 _OF_ONE_CHUNK = ("object", "choices", "usage", "obfuscation", *_IDENTITY)
 _OF_EVERY_CHUNK = ("model", "system_fingerprint", "service_tier")
+_NO_USAGE = (b'"usage":null', b'"usage": null')
 _FINISHES = {"function_call": "tool_calls", "model_length": "length"}
 """Older and other names of finish reasons."""
 
@@ -149,6 +150,11 @@ class ChunkCollector(EventCollector):
         self._repeated: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._usage: Any = None
+
+    def may_skip(self, events: bytes) -> bool:
+        if (told := events.count(b'"usage"')) and told > sum(map(events.count, _NO_USAGE)):
+            return False
+        return super().may_skip(events)
 
     def piece(self, event: Event, data: Mapping[str, Any]) -> Piece:
         usage = data.get("usage")

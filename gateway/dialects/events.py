@@ -22,6 +22,8 @@ class EventCollector(Collector):
 
     done_ends: ClassVar[bool] = False
     """Whether ``[DONE]`` is this dialect's end. Where it is not, servers that send it behind the end do no harm."""
+    marks: ClassVar[tuple[bytes, ...]] = (DONE, b"error")
+    """What stands in an event that tells an end, an error or usage, and in hardly any other."""
 
     def __init__(self) -> None:
         self.done = False
@@ -57,6 +59,9 @@ class EventCollector(Collector):
             self.refuse("cannot be joined: unknown form")
         return piece
 
+    def may_skip(self, events: bytes) -> bool:
+        return not any(map(events.__contains__, self.marks))
+
     def close(self) -> Answer:
         usage = self.usage()
         if self._error:
@@ -83,10 +88,6 @@ class EventCollector(Collector):
     @abstractmethod
     def join(self, name: str, data: dict[str, Any]) -> None:
         """Adds the data of an event with this name; raises `Unjoinable`. Sets ``done`` at the dialect's own end."""
-
-    @abstractmethod
-    def usage(self) -> dict[str, int]:
-        """Tokens as far as they are known."""
 
     @abstractmethod
     def answer(self) -> Answer:

@@ -108,6 +108,8 @@ class Messages(Dialect):
 class MessageCollector(EventCollector):
     """Joins the events of one message."""
 
+    marks = (b"message_", b"error")
+
     def __init__(self) -> None:
         super().__init__()
         self._blocks = Blocks()

@@ -126,6 +126,8 @@ class ResponseCollector(EventCollector):
     before it.
     """
 
+    marks = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
+
     def __init__(self) -> None:
         super().__init__()
         self._items: dict[int, Any] = {}

@@ -121,10 +121,9 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.close()
 
-    def expect_body(self) -> asyncio.Future[None]:
-        """A future for the consumer to wait on; from now on the upstream's silence counts as idle time."""
+    def expect_body(self) -> None:
+        """From now on the upstream's silence counts as idle time."""
         self._wait_until(min(self._loop.time() + self._timeouts.idle, self._total_at))
-        return self._loop.create_future()
 
     def resume(self) -> None:
         """The consumer has caught up."""
@@ -160,6 +159,8 @@ class Connection(asyncio.Protocol):
             self._release()
         elif self._unframed > MAX_HEAD:
             self._fail("protocol", "the upstream's headers are too large")
+        elif self._response is not None:
+            self._response.arrived()
 
     def eof_received(self) -> None:
         if self._response is not None and not any(
@@ -234,13 +235,13 @@ class Connection(asyncio.Protocol):
     def _release(self) -> None:
         response, self._response = self._response, None
         self._busy = False
-        if response is not None:
-            response.finish()
         if self._reusable:
             self.resume()
             self._on_idle(self)
         else:
             self._transport.abort()
+        if response is not None:
+            response.finish()
 
     def _fail(self, kind: ErrorKind, message: str) -> None:
         """End the exchange under way, if any, with an error, and the connection with it."""

@@ -1,7 +1,7 @@
 """What an upstream answered: status and headers at once, the body as it comes."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Literal, Protocol
 
 HIGH_WATER = 256 * 1024  # bytes waiting for a slow consumer before the connection stops reading
@@ -24,8 +24,8 @@ class UpstreamError(Exception):
 class Source(Protocol):
     """What a response needs of the connection that its body comes from."""
 
-    def expect_body(self) -> asyncio.Future[None]:
-        """A future to wait on for the next bytes."""
+    def expect_body(self) -> None:
+        """Somebody waits for the next bytes from now on."""
         ...
 
     def resume(self) -> None:
@@ -38,9 +38,15 @@ class Source(Protocol):
 
 
 class UpstreamResponse:
-    """One answer. Read it to its end or `close` it; an unread body holds the connection."""
+    """One answer. Read it to its end or `close` it; an unread body holds the connection.
 
-    __slots__ = ("_buffer", "_buffered", "_complete", "_connection", "_error", "_waiter", "headers", "status")
+    ``on_arrival`` is called whenever there may be more to `take`, once for all that came in one read.
+    """
+
+    __slots__ = (
+        *("_buffer", "_buffered", "_complete", "_connection", "_error", "_waiter"),
+        *("awaited", "headers", "on_arrival", "status"),
+    )
 
     def __init__(self, connection: Source, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -51,6 +57,13 @@ class UpstreamResponse:
         self._complete = False
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.awaited = False  # a consumer waits for the next bytes right now
+        self.on_arrival: Callable[[], None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the whole body has arrived and was taken."""
+        return self._complete and not self._buffer
 
     @property
     def complete(self) -> bool:
@@ -61,6 +74,19 @@ class UpstreamResponse:
     def buffered(self) -> int:
         """Bytes that have arrived and wait for the consumer."""
         return self._buffered
+
+    def take(self) -> bytes:
+        """What of the body has come since, transfer-decoded, not content-decoded; empty while there is nothing, or
+        nothing more, and then it counts as waited for. Raises UpstreamError as `chunks` does.
+        """
+        if self._buffer:
+            return self._take()
+        if self._error is not None:
+            raise self._error
+        if self._connection is not None:
+            self.awaited = True
+            self._connection.expect_body()
+        return b""
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body, once, in order: transfer-decoded, not content-decoded. What piled up comes as one chunk.
@@ -99,7 +125,7 @@ class UpstreamResponse:
 
     def close(self) -> None:
         """Give up the rest of the body; its connection is closed at once. Nothing happens if the body is complete."""
-        connection, self._connection = self._connection, None
+        connection, self._connection, self.on_arrival = self._connection, None, None
         if connection is not None:
             connection.abandon()
             self.fail(UpstreamError("reset", "the response was closed before its end", sent=True))
@@ -116,7 +142,9 @@ class UpstreamResponse:
         if self._error is not None:
             raise self._error
         assert self._connection is not None and self._waiter is None, "one reader at a time"
-        self._waiter = self._connection.expect_body()
+        self.awaited = True
+        self._connection.expect_body()
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
@@ -124,17 +152,16 @@ class UpstreamResponse:
 
     # What follows is called by the connection.
 
-    @property
-    def awaited(self) -> bool:
-        """Whether a consumer waits for the next bytes right now."""
-        return self._waiter is not None
-
     def receive(self, data: bytes) -> bool:
         """Take the next body bytes; true if the consumer has fallen behind."""
         self._buffer.append(data)
         self._buffered += len(data)
-        self._wake()
         return self._buffered > HIGH_WATER
+
+    def arrived(self) -> None:
+        """All that came in one read has been received."""
+        if self._buffer:
+            self._wake()
 
     def finish(self) -> None:
         """The body is whole."""
@@ -149,5 +176,8 @@ class UpstreamResponse:
         self._wake()
 
     def _wake(self) -> None:
+        self.awaited = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self.on_arrival is not None:
+            self.on_arrival()

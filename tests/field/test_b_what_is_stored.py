@@ -240,7 +240,7 @@ async def leave_after(bench: Bench, ask: dict[str, Any], pieces: int) -> None:
     async with bench.streaming(ask) as response:
         reading = response.aiter_raw()
         for _ in range(pieces):
-            await anext(reading)
+            await anext(reading, b"")
 
 
 @each_store

@@ -10,7 +10,7 @@ import httpx
 import orjson
 import pytest
 
-import gateway.relay
+import gateway.reading
 from loadtest.stub_upstream import StubUpstream, answer, error
 from tests.field.conftest import CHAT, B, Bench, World, both_paths, each_store, one_world
 from tests.field.reading import ASKS, events_of, json_events, text_of, text_of_stream
@@ -189,7 +189,7 @@ async def test_o47_slow_followers_get_it_all_and_do_not_slow_the_leader(bench: B
             if late is None and len(got) > 1_000_000:
                 late = asyncio.create_task(ask(bench, STREAMED))
             for under_way in bench.gateway.app.runtime.flights._under_way.values():
-                assert under_way.flight._held <= gateway.relay.BOUND + gateway.relay.WINDOW
+                assert under_way.flight._held <= gateway.reading.BOUND + gateway.reading.WINDOW
     assert len(text_of_stream(got)) == 2_000_000, "the leader is done though the others have read next to nothing"
     assert late is not None
     assert len(await late) == 2_000_000
@@ -211,8 +211,8 @@ async def test_o47_slow_followers_get_it_all_and_do_not_slow_the_leader(bench: B
 @pytest.fixture
 def small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flight that keeps little."""
-    monkeypatch.setattr(gateway.relay, "BOUND", 300_000)
-    monkeypatch.setattr(gateway.relay, "WINDOW", 100_000)
+    monkeypatch.setattr(gateway.reading, "BOUND", 300_000)
+    monkeypatch.setattr(gateway.reading, "WINDOW", 100_000)
 
 
 @one_world

@@ -14,7 +14,7 @@ import pytest
 
 from cache.stores.leases import Leases, Told
 from cache.stores.redis import RedisStore
-from gateway.relay import Head
+from gateway.reading import Head
 from gateway.sharing import _packed
 from loadtest.stub_upstream import Reply, answer
 from tests.field.conftest import B, Bench
