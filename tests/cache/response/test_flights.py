@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache.response.flights import FellBehind, Flight
+from cache.response.flights import FellBehind, Flight, Follower
 
 Bytes = Flight[str, bytes, str]
 
@@ -30,7 +30,7 @@ def producer(
     return produce()
 
 
-async def read(flight: Bytes, token: object) -> list[bytes]:
+async def read(flight: Bytes, token: Follower[bytes]) -> list[bytes]:
     return [piece async for piece in flight.pieces(token)]
 
 
