@@ -1,0 +1,151 @@
+"""Servers to measure: engine processes and Redis servers of one's own, or anyone's OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+MODEL = "smollm2-135m-instruct"
+DECODED = 48
+
+
+@dataclass
+class Server:
+    """A server to ask, and its process, whose processor time is taken with that of its children."""
+
+    url: str
+    model: str
+    process: psutil.Process
+
+    @classmethod
+    def running(cls, url: str) -> Server:
+        """Someone's server on this machine, whatever model it serves."""
+        url = url.rstrip("/").removesuffix("/v1")
+        port = httpx.URL(url).port
+        listening = (c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and port in c.laddr)
+        process = next((psutil.Process(c.pid) for c in listening if c.pid), None)
+        if process is None:
+            raise SystemExit(f"nothing on this machine listens at {url}")
+        return cls(url, httpx.get(f"{url}/v1/models").json()["data"][0]["id"], process)
+
+    def cpu(self) -> float:
+        """Processor seconds so far."""
+        family = [self.process, *self.process.children(recursive=True)]
+        return sum(times.user + times.system for times in (member.cpu_times() for member in family))
+
+    async def complete(self, client: httpx.AsyncClient, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """A whole answer of exactly so many tokens, greedily."""
+        ask = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = await client.post(f"{self.url}/v1/completions", json=ask)
+        answer.raise_for_status()
+        return answer.json()
+
+    async def first_token(self, client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, float, str]:
+        """Wall and processor seconds until a one-token answer to a prompt is there, and where its prefix came from."""
+        began, cpu = time.perf_counter(), self.cpu()
+        answer = await self.complete(client, prompt, 1)
+        wall, used = time.perf_counter() - began, self.cpu() - cpu
+        details: dict[str, Any] = answer["usage"].get("prompt_tokens_details") or {}
+        tiers: dict[str, int] = details.get("cached_by_tier") or {"hit": details.get("cached_tokens") or 0}
+        return wall, used, max(tiers, key=lambda tier: tiers[tier]) if any(tiers.values()) else "cold"
+
+    async def first_event(self, client: httpx.AsyncClient, prompt: list[int], tokens: int) -> float:
+        """Streams an answer to its end; seconds until its first event."""
+        ask = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        asked, first = time.perf_counter(), 0.0
+        async with client.stream("POST", f"{self.url}/v1/completions", json=ask | {"stream": True}) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter()
+        return first - asked
+
+    async def decode(self, client: httpx.AsyncClient, batch: int) -> tuple[float, float]:
+        """Wall and processor seconds per token of `batch` streams: what `DECODED` tokens more cost than one each."""
+        short_wall, short_cpu = await self._burst(client, batch, 1)
+        long_wall, long_cpu = await self._burst(client, batch, 1 + DECODED)
+        return (long_wall - short_wall) / (batch * DECODED), (long_cpu - short_cpu) / (batch * DECODED)
+
+    async def _burst(self, client: httpx.AsyncClient, batch: int, tokens: int) -> tuple[float, float]:
+        began, cpu = time.perf_counter(), self.cpu()
+        prompts = [words(64, random.randrange(1 << 30)) for _ in range(batch)]
+        await asyncio.gather(*(self.complete(client, prompt, tokens) for prompt in prompts))
+        return time.perf_counter() - began, self.cpu() - cpu
+
+    async def computed(self, client: httpx.AsyncClient) -> int:
+        """Prompt tokens really computed so far, by the engine's own metrics."""
+        lines = (await client.get(f"{self.url}/metrics")).text.splitlines()
+        wanted = (line for line in lines if line.startswith("warmgate_engine_prefill_tokens_total"))
+        return int(float(next(wanted).split()[-1]))
+
+
+def words(length: int, seed: int) -> list[int]:
+    """Token ids that no other seed shares."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000, 40000) for _ in range(length)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def engine(*options: str) -> Iterator[Server]:
+    """An engine process of our own, ready; ended on leaving."""
+    with started("engine", "--log-level", "warning", *options) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(module: str, *options: str) -> Iterator[Server]:
+    """A server of our own, `python -m module --port …`, once its `/health` says 200."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", module, "--port", str(port), *options])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            if process.poll() is not None:
+                raise SystemExit(f"{module} did not start")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(0.1)
+        yield Server(url, MODEL, psutil.Process(process.pid))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def redis() -> Iterator[str | None]:
+    """A Redis server of our own, or None where there is no `redis-server`."""
+    if shutil.which("redis-server") is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "redis.sock"
+        command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", ""]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            while not path.exists():
+                time.sleep(0.05)
+            yield f"unix://{path}"
+        finally:
+            process.terminate()
+            process.wait()
