@@ -2,9 +2,9 @@
 
 It takes one complete ``POST`` whose head it surely understands (`gateway.heads`); all else, pipelined requests and
 unfinished ones among it, goes to uvicorn's own protocol and the full path, which gives the same answer. What it uses of
-uvicorn's internals: ``data_received``, ``on_message_begin``, ``on_message_complete``, ``_start_asgi_task``, the
-keep-alive timer, ``app``, ``cycle``, ``pipeline`` and ``server_state``; the version is pinned and
-`tests/gateway/test_wire.py` holds the rest.
+uvicorn's internals: ``data_received``, ``on_message_begin``, ``on_message_complete``, ``_start_asgi_task``,
+``send_400_response``, the keep-alive timer, ``app``, ``cycle``, ``flow``, ``pipeline`` and ``server_state``; the
+version is pinned and `tests/gateway/test_wire.py` holds the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class WireProtocol(HttpToolsProtocol):
         self._parts: list[bytes] = []
         self._missing = 0
         self._waiting: list[bytes] | None = None  # a lookup in the shared store is under way; what came meanwhile
-        self._for_caller: asyncio.Task[None] | None = None  # the request on the full path, if it serves the caller only
+        self._answering: RequestResponseCycle | None = None  # the last request that took the full path
+        self._for_caller: asyncio.Task[None] | None = None  # its task, if it serves this caller only
         self._ending = False
         self._last_hit = 0.0
         self._common: list[tuple[bytes, bytes]] = []  # uvicorn's own headers, made anew each second
@@ -135,11 +136,24 @@ class WireProtocol(HttpToolsProtocol):
         task = self.loop.create_task(cycle.run_asgi(app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
+        self._answering = cycle
         self._for_caller = task if cycle.scope["path"].startswith("/v1/") else None
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP ends the connection; it is told so only where the caller cannot take that for the answer to
+        a request before, or for a part of it.
+        """
+        owed = self._answering
+        if owed is not None and not owed.response_complete and (owed.response_started or not owed.more_body):
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is computed for a caller who has left."""
         super().connection_lost(exc)
+        if self._answering is not None:
+            self._answering.disconnected = True  # which uvicorn says of the last request only, had others come behind
         if self._for_caller is not None:
             self._for_caller.cancel()
 

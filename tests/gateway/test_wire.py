@@ -272,6 +272,9 @@ def test_a_reload_changes_what_a_name_stands_for_and_how_large_a_body_may_be(cha
         changes["limits"] = {"max_body": 50}
         pair.both(reload)
         assert pair.same(request).statuses == [413]
+        changes["limits"] = {"max_body": 5000}
+        pair.both(reload)
+        assert pair.in_step(request).statuses == [200, 200]
 
 
 def test_purges_and_expiry_are_seen_at_once(changes: dict[str, Any]) -> None:
