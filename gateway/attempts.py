@@ -48,6 +48,11 @@ class Attempts:
         """The model that stands in, if one does."""
         return self.plan.model.target if self.plan is not self._first else ""
 
+    @property
+    def left(self) -> bool:
+        """Whether others of the model's upstreams have not been asked in this round."""
+        return bool(self._left) and self._first.repeatable
+
     async def next(self) -> Route:
         """The best of those who are left; it is held from now on."""
         if self._pause:

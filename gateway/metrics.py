@@ -131,6 +131,7 @@ class _Scrape(Collector):
         routes = _counter("warmgate_route_decisions", "Upstream calls by the reason for where they went.", "reason")
         held = _counter("warmgate_route_tokens", "Prompt tokens held where they went, as expected and as told.", "kind")
         blocks = _gauge("warmgate_route_index_blocks", "Beginnings of prompts in the router's index.")
+        unstable = _counter("warmgate_unstable_prefix", "Prompts whose beginning changes from turn to turn.", "model")
         events = _counter("warmgate_kv_events", "KV events, and what was wrong with them.", "upstream", "what")
         ledger = _gauge("warmgate_ledger_ok", "Whether the ledger can be written.")
         dropped = _counter("warmgate_ledger_dropped", "Requests that the ledger had to give up counting.")
@@ -161,6 +162,8 @@ class _Scrape(Collector):
             for kind in ("expected", "told"):
                 held.add_metric([worker, kind], told["routing"][kind])
             blocks.add_metric([worker], told["routing"]["blocks"])
+            for model, changed in told["routing"]["unstable"].items():
+                unstable.add_metric([worker, model], changed["requests"])
             for upstream, counts in told["routing"]["events"].items():
                 for what, count in counts.items():
                     events.add_metric([worker, upstream, what], count)
@@ -184,6 +187,7 @@ class _Scrape(Collector):
             routes,
             held,
             blocks,
+            unstable,
             events,
             ledger,
             dropped,

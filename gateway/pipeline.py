@@ -26,6 +26,11 @@ from gateway.tenants import Denied
 from gateway.upstreams.client import UpstreamError
 from policies.freshness import freshness, serves_after_error
 
+COME_BACK_AFTER = 2
+"""Seconds after which a caller may try again where no upstream was reached: about as long as one is left alone at
+first (`policies.health`).
+"""
+
 
 class Pipeline:
     """Answers requests. One per process; it reads everything that a reload may replace from ``runtime``."""
@@ -186,6 +191,9 @@ class Pipeline:
 
     def _upstream_failed(self, exchange: Exchange, error: UpstreamError | EncodingError) -> Response:
         exchange.row.outcome, exchange.row.reason = "error", str(error)
+        if isinstance(error, UpstreamError) and not error.sent:
+            again = [(b"retry-after", b"%d" % COME_BACK_AFTER)]
+            return exchange.refusal(503, f"No upstream can be reached: {error}.", "upstream_unavailable", again)
         if isinstance(error, UpstreamError) and error.kind == "timeout":
             return exchange.refusal(504, f"The upstream did not answer in time: {error}.", "upstream_timeout")
         return exchange.refusal(502, f"The upstream could not answer: {error}.", "upstream_error")

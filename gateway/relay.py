@@ -103,6 +103,12 @@ class Relay:
                         if await attempts.another(sent=True, retry_after=wait):
                             response.close()
                             continue
+                    elif response.status == 404 and route.member.doubt_models() and attempts.left:
+                        response.close()
+                        continue
+                    elif response.status == 200 and _is_page(response):
+                        response.close()
+                        raise UpstreamError("protocol", "the upstream answered with a web page", sent=True)
                     fallback = attempts.fallback
                     keep = (
                         partial(self._keep, plan, born, stamped, cause == "stale")
@@ -147,10 +153,10 @@ class Relay:
         *,
         wanted: bool,
     ) -> Landed:
-        kind = next((value for name, value in response.headers if name == b"content-type"), b"")
+        kind = _kind(response)
         coding = next((value for name, value in response.headers if name == b"content-encoding"), None)
         headers = [*to_caller(response.headers), (b"x-warmgate-route", route.header)]
-        stream = response.status == 200 and kind.lower().startswith(b"text/event-stream")
+        stream = response.status == 200 and kind.startswith(b"text/event-stream")
         whole, codec = not stream, None
         if coding:
             try:
@@ -213,3 +219,12 @@ class Relay:
             return landed
         self._not_stored[reason.split(":")[0]] += 1
         return Landed(landed.head, landed.answer, False, reason, landed.failure)
+
+
+def _kind(response: UpstreamResponse) -> bytes:
+    return next((value.lower() for name, value in response.headers if name == b"content-type"), b"")
+
+
+def _is_page(response: UpstreamResponse) -> bool:
+    """Whether it is for people: a proxy's or a host's word, which no API gives for an answer."""
+    return _kind(response).startswith((b"text/html", b"application/xhtml"))

@@ -15,7 +15,7 @@ from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
 
 Vitals = dict[str, Any]
-FORM = 2
+FORM = 3
 """Raised whenever the words change, since workers of two versions may share a ledger for a while."""
 
 

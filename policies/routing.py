@@ -112,40 +112,53 @@ class PrefixPolicy:
     def choose(self, engines: Sequence[Engine], ask: Ask, now: float) -> Decision:
         if len(engines) == 1:
             return _decision(engines, ask, 0, "only")
-        prompt, held = max(1, ask.prompt), ask.held
-        weights = sum(engine.weight for engine in engines)
         works = [engine.work(now) for engine in engines]
-        fair_work = sum(works) / weights
-        most_work = fair_work * self._ratio
-        most_running = (sum(engine.running for engine in engines) + 1) / weights * self._ratio
         home = _home(engines, ask.session) if ask.session else -1
-        costs: list[float] = []
-        within: list[int] = []
-        for i, engine in enumerate(engines):
-            rate, weight, work = engine.prefill_rate, engine.weight, works[i]
-            tokens = (engine.pending + engine.running * DECODE_TOKENS) / weight + prompt * COMPUTE
-            if fair_work > 0:
-                tokens += prompt * BALANCE * (work / (work + fair_work * weight) - 0.5)
-            if i == home:
-                tokens -= prompt * SESSION
-            cost = tokens / rate
-            if i in held:
-                for count, fetch in held[i]:
-                    cost -= max(0.0, count * (COMPUTE / rate - fetch))
-            costs.append(cost)
-            if engine.running <= most_running * weight + SLACK and work <= max(most_work * weight, rate * BUSY):
-                within.append(i)
+        costs = expected_costs(engines, ask, works, home)
         best = min(range(len(engines)), key=costs.__getitem__)
-        allowed = within or range(len(engines))
+        allowed = self._within(engines, works) or range(len(engines))
         least = min(allowed, key=costs.__getitem__)
-        near = costs[least] + TIE * prompt / engines[least].prefill_rate
+        near = costs[least] + TIE * max(1, ask.prompt) / engines[least].prefill_rate
         alike = [i for i in allowed if costs[i] <= near]
         chosen = least if len(alike) == 1 else _lighter(engines, works, *_two(alike, self._sample))
         if best not in allowed:
             return _decision(engines, ask, chosen, "bound")
         return _decision(
-            engines, ask, chosen, "prefix" if held.get(chosen) else "session" if chosen == home else "load"
+            engines, ask, chosen, "prefix" if ask.held.get(chosen) else "session" if chosen == home else "load"
         )
+
+    def _within(self, engines: Sequence[Engine], works: Sequence[float]) -> list[int]:
+        weights = sum(engine.weight for engine in engines)
+        most_work = sum(works) / weights * self._ratio
+        most_running = (sum(engine.running for engine in engines) + 1) / weights * self._ratio
+        return [
+            i
+            for i, engine in enumerate(engines)
+            if engine.running <= most_running * engine.weight + SLACK
+            and works[i] <= max(most_work * engine.weight, engine.prefill_rate * BUSY)
+        ]
+
+
+def expected_costs(engines: Sequence[Engine], ask: Ask, works: Sequence[float], home: int = -1) -> list[float]:
+    """What a request is expected to cost on each engine, in seconds. ``works``: their recent work; ``home``: the
+    session's own engine. Finite for all that is finite.
+    """
+    prompt, held = max(1, ask.prompt), ask.held
+    fair_work = sum(works) / sum(engine.weight for engine in engines)
+    costs: list[float] = []
+    for i, engine in enumerate(engines):
+        rate, weight, work = engine.prefill_rate, engine.weight, works[i]
+        tokens = (engine.pending + engine.running * DECODE_TOKENS) / weight + prompt * COMPUTE
+        if fair_work > 0:
+            tokens += prompt * BALANCE * (work / (work + fair_work * weight) - 0.5)
+        if i == home:
+            tokens -= prompt * SESSION
+        cost = tokens / rate
+        if i in held:
+            for count, fetch in held[i]:
+                cost -= max(0.0, count * (COMPUTE / rate - fetch))
+        costs.append(cost)
+    return costs
 
 
 class LoadPolicy:

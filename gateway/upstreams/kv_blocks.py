@@ -23,7 +23,7 @@ from gateway.upstreams.prompt import chain, root_of
 MAX_PAYLOAD = 16 * 1024 * 1024
 MAX_EVENTS = 100_000
 MAX_BLOCK_SIZE = 65_536
-_MAX_TOKEN = 1 << 32
+_MAX_TIME = 1e11
 
 Theirs = int | bytes
 """An engine's own name for a block."""
@@ -84,7 +84,12 @@ def read_batch(payload: bytes) -> Batch:
         at, events = value[0], value[1]
     else:
         raise BadEvent("not a batch")
-    if not isinstance(at, int | float) or isinstance(at, bool) or not isinstance(events, list):
+    if (
+        not isinstance(at, int | float)
+        or isinstance(at, bool)
+        or not 0 <= at < _MAX_TIME
+        or not isinstance(events, list)
+    ):
         raise BadEvent("not a batch")
     if len(events) > MAX_EVENTS:
         raise BadEvent("too many events")

@@ -91,6 +91,13 @@ class Member:
         """Whether its own list of models is older than ``max_age`` seconds."""
         return self.config.models is None and now - self._listed_at >= max_age
 
+    def doubt_models(self) -> bool:
+        """It does not know a model that it listed: it will be asked for its list again before the next request. False
+        where the list is the operator's.
+        """
+        self._listed_at = -1e9
+        return self.config.models is None
+
     async def learn_models(self, now: float, max_age: float, asker: Request) -> None:
         """Asks ``/v1/models`` if the list is stale; a failure leaves what was known."""
         async with self._asking:

@@ -20,6 +20,7 @@ from gateway.upstreams.exact import ExactSource
 from gateway.upstreams.pool import Member
 from gateway.upstreams.prefix_index import Belief, Learned, PrefixIndex
 from gateway.upstreams.prompt import CHUNK, canonical_text, chain, root_of, session_of
+from gateway.upstreams.unstable import Beginnings
 from policies.routing import Ask, Decision, Held, Share, make_policy
 
 TOKENS_PER_BYTE = 0.25
@@ -35,7 +36,8 @@ _LEAST_MEASURED = 256
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request as the router sees it. ``size``: bytes of its prompt. ``blocks``: the chain of its token blocks for
-    each upstream (by name) that tells which it holds, with the tokens in one block.
+    each upstream (by name) that tells which it holds, with the tokens in one block. ``unstable``: the first byte that
+    is not what it was a turn ago (`gateway.upstreams.unstable`).
     """
 
     model: str
@@ -44,6 +46,7 @@ class Asked:
     session: int = 0
     tokens: int = 0
     blocks: Mapping[str, tuple[Sequence[int], int]] = field(default_factory=dict)
+    unstable: int | None = None
 
 
 class Route:
@@ -65,10 +68,11 @@ class Route:
 
     @property
     def header(self) -> bytes:
-        """For ``x-warmgate-route``: why it went there."""
+        """For ``x-warmgate-route``: why it went there, and what keeps its beginning from being reused."""
         decision = self.decision
         held = f"; cached={decision.cached}/{decision.cached + decision.uncached}" if decision.cached else ""
-        return f"{decision.reason}{held}".encode()
+        unstable = f"; unstable={self._asked.unstable}" if self._asked.unstable is not None else ""
+        return f"{decision.reason}{held}{unstable}".encode()
 
     @property
     def waiting(self) -> bool:
@@ -134,6 +138,7 @@ class Router:
         self._learned: dict[str, Learned] = {}
         self._tokens_per_byte: dict[str, float] = {}
         self.exact = ExactSource(self.index)
+        self.beginnings = Beginnings()
         self.decisions: Counter[str] = Counter()
         self.expected = self.told = 0
         self.apply(Routing(), ())
@@ -160,14 +165,16 @@ class Router:
         root = root_of(salt, model)
         try:
             text = canonical_text(body)
+            unstable = self.beginnings.look(model, body, root)
         except BadBody:
             return Asked(model, _rough_size(body))
         session = session_of(body, root)
         if self._routing.policy == "sticky":
-            return Asked(model, len(text), session=session)
+            return Asked(model, len(text), session=session, unstable=unstable)
         tokens, blocks = await self.exact.read(path, body, salt, members)
         needs_chunks = any(member.name not in blocks for member in members)
-        return Asked(model, len(text), chain(text, root, CHUNK) if needs_chunks else (), session, tokens, blocks)
+        chunks = chain(text, root, CHUNK) if needs_chunks else ()
+        return Asked(model, len(text), chunks, session, tokens, blocks, unstable)
 
     def route(self, asked: Asked, members: Sequence[Member]) -> Route:
         """Decides, and counts the load at once. ``members``: at least one."""
@@ -255,6 +262,7 @@ class Router:
             "expected": self.expected,
             "told": self.told,
             "events": self.exact.counts(),
+            "unstable": self.beginnings.told_of(),
         }
 
 

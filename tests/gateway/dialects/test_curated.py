@@ -98,4 +98,4 @@ async def test_the_gateway_answers_by_hand_in_every_dialect(dialect: Any, tmp_pa
     assert TEXT in plain.text
     message = collect(dialect, streamed.content)[0].message
     assert message is not None and TEXT.encode() in message
-    assert other.status_code == 502
+    assert other.status_code == 503

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.upstreams.kv_blocks import BadEvent, Mirror, block_chain, block_root, read_batch
@@ -159,6 +159,10 @@ def test_a_bad_event_is_counted_and_what_stands_beside_it_is_taken(event):
         pack({}),
         pack([1.0]),
         pack({"ts": "now", "events": []}),
+        pack({"ts": float("nan"), "events": []}),
+        pack({"ts": float("inf"), "events": []}),
+        pack({"ts": 1 << 63, "events": []}),
+        pack({"ts": -1.0, "events": []}),
         pack({"ts": 1.0, "events": {}}),
         pack({"ts": 1.0, "events": [None] * 100_001}),
         b"\0" * (17 * 1024 * 1024),
@@ -184,6 +188,7 @@ JUNK = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([*stored(0), "extra_keys", "lora_name"]), JUNK), st.booleans())
 def test_any_fields_are_taken_or_counted(fields, over):
     event = {**stored(0, 2), **fields} if over else fields
