@@ -67,6 +67,23 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--write-through-uses", type=int, default=2, help="prompts that must use a block before it is stored remotely"
     )
+    top.add_argument(
+        "--kv-transfer",
+        default="",
+        help="host:port at which other engines fetch what was computed for them (empty: none)",
+    )
+    top.add_argument(
+        "--kv-transfer-lease", type=float, default=default.kv_transfer_lease, help="seconds such a prompt is kept"
+    )
+    top.add_argument(
+        "--kv-transfer-patience", type=float, default=default.kv_transfer_patience, help="seconds a fetch may take"
+    )
+    top.add_argument(
+        "--kv-transfer-peers",
+        type=lambda text: tuple(filter(None, text.split(","))),
+        default="",
+        help="hosts to fetch prompts from, separated by commas (empty: only this one)",
+    )
     top.add_argument("--kv-events", default="", help="ZMQ endpoint for KV events in vLLM's format (empty: none)")
     top.add_argument("--kv-events-replay", default="", help="ZMQ endpoint to replay KV events from (empty: none)")
     top.add_argument("--int8-decode", action="store_true", help="decode with int8 weights: faster, a little less exact")

@@ -2,7 +2,8 @@
 
 Fields without effect on the answer (`user`, `metadata`, `store`, …) are ignored; fields that would change it and are
 not supported are refused, never silently dropped. Extras beyond OpenAI's, as in vLLM: `top_k`, `min_p`,
-`repetition_penalty`, `ignore_eos`, `priority` (lower is sooner), `cache_salt` (prefixes are shared within one salt).
+`repetition_penalty`, `ignore_eos`, `min_tokens` (before which nothing ends an answer), `priority` (lower is sooner),
+`cache_salt` (prefixes are shared within one salt), `kv_transfer_params` (see `pd/`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from engine.errors import RequestError
 from engine.guide import wants_json
+from engine.pd.wire import NAME_BYTES, Source
 from engine.sampling import SamplingParams
 
 MAX_STOPS = 16
@@ -28,6 +30,28 @@ _Stop = Annotated[StrictStr, Field(min_length=1, max_length=1000)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore")
     include_usage: StrictBool = False
+
+
+class KVTransfer(BaseModel):
+    """vLLM's `kv_transfer_params`: compute a prompt for another engine, or take up what another has computed."""
+
+    model_config = ConfigDict(extra="ignore")
+    do_remote_decode: StrictBool = False
+    do_remote_prefill: StrictBool = False
+    remote_request_id: StrictStr | None = None
+    remote_host: StrictStr | None = None
+    remote_port: StrictInt | None = None
+
+    @property
+    def source(self) -> Source | None:
+        """Where to fetch, if it is said in a form that this engine understands."""
+        if not (self.do_remote_prefill and self.remote_host and 0 < (self.remote_port or 0) < 1 << 16):
+            return None
+        try:
+            name = bytes.fromhex(self.remote_request_id or "")
+        except ValueError:
+            return None
+        return Source(self.remote_host, self.remote_port or 0, name) if len(name) == NAME_BYTES else None
 
 
 class CommonRequest(BaseModel):
@@ -50,10 +74,12 @@ class CommonRequest(BaseModel):
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     ignore_eos: StrictBool = False
     priority: StrictInt = 0
     cache_salt: StrictStr | None = None
     response_format: dict[str, Any] | None = None
+    kv_transfer_params: KVTransfer | None = None
 
     @property
     def choices(self) -> int:
@@ -96,6 +122,7 @@ class CommonRequest(BaseModel):
             repetition_penalty=given(self.repetition_penalty, 1.0),
             logit_bias=self._bias(vocab),
             top_logprobs=self.top(),
+            min_tokens=self.min_tokens or 0,
         )
 
     def refuse_unsupported(self) -> None:
@@ -109,6 +136,18 @@ class CommonRequest(BaseModel):
                 )
         if wants_json(self.response_format) and self.ignore_eos:
             raise RequestError("an answer in JSON ends where the JSON ends: ignore_eos cannot hold", param="ignore_eos")
+        if wants_json(self.response_format) and self.min_tokens:
+            raise RequestError("an answer in JSON ends where the JSON ends: min_tokens cannot hold", param="min_tokens")
+        limit = self.limit()
+        if self.min_tokens and limit is not None and self.min_tokens > limit:
+            raise RequestError(f"min_tokens ({self.min_tokens}) is above the limit of {limit}", param="min_tokens")
+        if self.offered and (self.stream or self.choices > 1):
+            raise RequestError("a prompt computed for another engine has one plain answer", param="kv_transfer_params")
+
+    @property
+    def offered(self) -> bool:
+        """Whether the prompt is computed for another engine."""
+        return self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode
 
     def _bias(self, vocab: int) -> dict[int, float]:
         bias: dict[int, float] = {}
@@ -221,4 +260,5 @@ _FIELDS = {
     *CompletionRequest.model_fields,
     *Message.model_fields,
     *StreamOptions.model_fields,
+    *KVTransfer.model_fields,
 }

@@ -29,6 +29,11 @@ class EngineConfig:
         step_tokens: token budget of one scheduling step.
         max_running: sequences that may run at once.
         threads: of matrix products; 0 takes all cores.
+        kv_transfer: `host:port` at which other engines fetch prompts computed for them (see `pd/`), and may be told to
+            fetch from others; empty: neither.
+        kv_transfer_lease: seconds that a prompt computed for another engine is kept for it.
+        kv_transfer_patience: seconds that fetching a prompt may take before the rest of it is computed.
+        kv_transfer_peers: hosts to fetch from, beside this one.
         kv_events: ZMQ endpoint for KV events (see `events.py`); empty: none.
         kv_events_replay: ZMQ endpoint to replay them from; empty: none.
         int8_decode: whether decode uses int8 copies of the weights: several times faster on a CPU, a little less exact.
@@ -54,6 +59,10 @@ class EngineConfig:
     kv_host_quota: int = 0
     kv_remote_quota: int = 0
     write_through_uses: int = 2
+    kv_transfer: str = ""
+    kv_transfer_lease: float = 60.0
+    kv_transfer_patience: float = 5.0
+    kv_transfer_peers: tuple[str, ...] = ()
     kv_events: str = ""
     kv_events_replay: str = ""
     int8_decode: bool = False
@@ -71,6 +80,10 @@ class EngineConfig:
             or min(self.step_tokens, self.max_running, self.write_through_uses) < 1
         ):
             raise ModelError("sizes and counts must not be negative, and at least one token and sequence must fit")
+        if not (self.kv_transfer_lease > 0 and self.kv_transfer_patience > 0):
+            raise ModelError("the lease and the patience of KV transfers must be longer than nothing")
+        if self.kv_transfer and not self.prefix_reuse:
+            raise ModelError("a KV transfer is a prefix reused: it cannot go without prefix reuse")
 
     @property
     def name(self) -> str:

@@ -19,6 +19,8 @@ from engine.kv.pool import KVPool
 from engine.model.llama import Llama
 from engine.model.weights import ModelFiles
 from engine.output import Delta, Output
+from engine.pd.link import Link
+from engine.pd.wire import Source
 from engine.sampling import Sampler, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
@@ -28,7 +30,10 @@ _LARGEST_CPU_POOL = 4 << 30
 
 @dataclass(frozen=True)
 class Generation:
-    """One thing to generate, fully resolved: token ids in, at most `max_tokens` out."""
+    """One thing to generate, fully resolved: token ids in, at most `max_tokens` out.
+
+    `offered`: the prompt is computed for another engine. `source`: another engine has computed it.
+    """
 
     id: str
     prompt: Tokens[int]
@@ -39,6 +44,8 @@ class Generation:
     priority: int = 0
     ignore_eos: bool = False
     guide: Guide | None = None
+    offered: bool = False
+    source: Source | None = None
 
 
 @dataclass
@@ -102,6 +109,7 @@ class EngineCore:
                 eager=config.write_through_uses == 1,
                 wake=wake,
             )
+        self.link = Link(config, self.layout, files.spec, self.pool, self.manager, wake) if config.kv_transfer else None
         self.scheduler = Scheduler(
             self.manager,
             block_size=config.block_size,
@@ -110,6 +118,7 @@ class EngineCore:
             max_running=config.max_running,
             reuse=config.prefix_reuse,
             lower=self.lower,
+            pulls=self.link and self.link.pulls,
         )
         self.runner = Runner(self.model, self.pool, batch_invariant=config.batch_invariant)
         self.context = min(
@@ -136,18 +145,22 @@ class EngineCore:
 
     def add(self, job: Generation) -> Sequence:
         """Queues a generation whose length `check` has accepted; the sequence is for looking at."""
+        output = Output(self.tokenizer, job.stops, ignore_eos=job.ignore_eos, min_tokens=job.sampling.min_tokens)
         sequence = Sequence(
             id=job.id,
             prompt_length=len(job.prompt),
             tokens=list(job.prompt),
-            sampler=Sampler(job.sampling, list(job.prompt), job.guide),
-            output=Output(self.tokenizer, job.stops, ignore_eos=job.ignore_eos),
+            sampler=Sampler(job.sampling, list(job.prompt), job.guide, output.ends),
+            output=output,
             chain=chain(job.prompt, self.config.block_size, salt=job.salt) if self.config.prefix_reuse else [],
             max_tokens=job.max_tokens,
             salt=job.salt,
             priority=job.priority,
+            offered=job.offered,
         )
         self._sequences[job.id] = sequence
+        if self.link is not None and job.source is not None:
+            self.link.pulls.want(sequence, job.source)
         self.scheduler.add(sequence)
         self.counters.prompt_tokens += sequence.prompt_length
         return sequence
@@ -169,13 +182,15 @@ class EngineCore:
 
     def step(self) -> list[tuple[str, Delta]]:
         """Advances every sequence that can be advanced, and returns what was generated, as (job id, delta)."""
+        if self.link is not None:
+            self.link.offers.reap()
         step = self.scheduler.schedule()
         if self.lower is not None:
             self.lower.save_evicted()  # before anything is written over it
         self.stalled = not step
         if not step:
             return []
-        results = self.runner.run(step)
+        results = self.runner.run(step) + step.handed
         self.scheduler.commit(step)
         self._events.flush()
         computed = sum(end - start for _, start, end in step.prefills)
@@ -199,6 +214,8 @@ class EngineCore:
             self.counters.loaded_tokens += sequence.cached - sequence.cached_by.get("device", 0)
         self.counters.generated_tokens += 1
         delta = sequence.output.push(token, report, last=sequence.output_length >= sequence.max_tokens)
+        if sequence.offered and self.link is not None:
+            delta.transfer = self.link.offers.offer(sequence, logits)
         delta.tokens, delta.cached_tokens, delta.cached_by = sequence.output_length, sequence.cached, sequence.cached_by
         if delta.finish_reason:
             self.scheduler.cancel(sequence)
@@ -218,6 +235,8 @@ class EngineCore:
         """Does a little of what waits for a quiet moment; False when no more is left."""
         if self.lower is not None and self.lower.save_pending():
             return True
+        if self.link is not None:
+            self.link.offers.reap()
         self.check_integrity()
         return False
 
@@ -226,10 +245,14 @@ class EngineCore:
         if self.lower is not None:
             self.lower.save_pending(limit=None)
             self.lower.stack.close()
+        if self.link is not None:
+            self.link.close()
+            self.link.offers.reap()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if any block is lost, held twice or wrongly counted."""
-        self.manager.check_integrity(s.blocks for s in self._sequences.values() if s.state is State.RUNNING)
+        running = [s.blocks for s in self._sequences.values() if s.state is State.RUNNING]
+        self.manager.check_integrity([*running, *(self.link.offers.held() if self.link is not None else ())])
 
 
 def pick_device(name: str) -> torch.device:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from cache.prefix.stack import TierStack
 from engine.core import EngineCore
+from engine.pd.link import Link
 
 
 class EngineCollector(Collector):
@@ -46,12 +47,25 @@ class EngineCollector(Collector):
         yield counter("warmgate_engine_hash_collisions", "Hashes equal, blocks not.", manager.collisions)
         if core.lower is not None:
             yield from self._tiers(core.lower.stack)
+        if core.link is not None:
+            yield self._transfers(core.link)
         finished = CounterMetricFamily(
             "vllm:request_success", "Finished generations by reason.", labels=["model_name", "finished_reason"]
         )
         for reason, count in dict(counters.finished).items():
             finished.add_metric([self._model, reason], count)
         yield finished
+
+    def _transfers(self, link: Link) -> Metric:
+        family = CounterMetricFamily(
+            "warmgate_engine_transfers",
+            "Prompts computed for another engine, or by one, and what became of them.",
+            labels=["model_name", "side", "event"],
+        )
+        for side, counts in link.counts().items():
+            for event, count in counts.copy().items():
+                family.add_metric([self._model, side, event], count)
+        return family
 
     def _tiers(self, stack: TierStack) -> Iterator[Metric]:
         blocks = CounterMetricFamily(

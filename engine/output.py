@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.model.tokenizer import Tokenizer
 from engine.sampling import TokenLogprob
@@ -11,7 +12,10 @@ from engine.sampling import TokenLogprob
 
 @dataclass
 class Delta:
-    """A piece of one choice: new text, reports of the tokens in it, and at the end why it ended."""
+    """A piece of one choice: new text, reports of the tokens in it, and at the end why it ended.
+
+    `transfer`: the parameters by which another engine gets the prompt (`pd/`).
+    """
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -19,6 +23,7 @@ class Delta:
     tokens: int = 0
     cached_tokens: int = 0
     cached_by: dict[str, int] = field(default_factory=dict)
+    transfer: dict[str, Any] | None = None
     error: str | None = None
 
 
@@ -26,12 +31,16 @@ class Output:
     """Turns a stream of tokens into deltas.
 
     Text that could be the beginning of a stop string is held back until it is decided; a token's log-probability
-    report goes out with the token's own text, and not at all if a stop string cut all of it off.
+    report goes out with the token's own text, and not at all if a stop string cut all of it off. No stop string is
+    looked for in the text of the first `min_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, ignore_eos: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], *, ignore_eos: bool = False, min_tokens: int = 0
+    ) -> None:
         self._decoder = tokenizer.stream()
-        self._ends = frozenset[int]() if ignore_eos else tokenizer.ends
+        self.ends = frozenset[int]() if ignore_eos else tokenizer.ends
+        self._endless = min_tokens
         self._stops = stops
         self._held = ""
         self._begins: list[tuple[int, TokenLogprob]] = []
@@ -40,11 +49,14 @@ class Output:
 
     def push(self, token: int, report: TokenLogprob | None, *, last: bool) -> Delta:
         """Takes the next token; `last` says that the token limit is reached with it."""
-        if token in self._ends:
+        if token in self.ends:
             return self._close("stop")
         if report is not None:
             self._begins.append((self._decoded, report))
         self._add(self._decoder.push(token))
+        if self._endless and not last:
+            self._endless -= 1
+            return self._send(len(self._held), None)
         if (cut := self._find_stop()) is not None:
             self._held = self._held[:cut]
             return self._send(len(self._held), "stop")

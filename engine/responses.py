@@ -37,6 +37,7 @@ class Answer(ABC):
         self._tokens = [0] * choices
         self._prompt_tokens = prompt_tokens
         self._found: list[dict[str, int]] = [{} for _ in range(choices)]
+        self._transfer: dict[str, Any] | None = None
         self.per_prompt = 1
         self.reports = False
 
@@ -47,6 +48,7 @@ class Answer(ABC):
         self._reasons[choice] = delta.finish_reason
         self._tokens[choice] = delta.tokens
         self._found[choice] = delta.cached_by
+        self._transfer = delta.transfer
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; `cached_tokens` are prompt tokens whose prefill was not computed again."""
@@ -70,6 +72,7 @@ class Answer(ABC):
                 for i, texts in enumerate(self._texts)
             ],
             "usage": self.usage(),
+            **({"kv_transfer_params": self._transfer} if self._transfer else {}),
         }
 
     def opening(self, choice: int) -> dict[str, Any] | None:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `top_logprobs` None is off."""
+    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `top_logprobs` None is off.
+
+    Of the first `min_tokens` none ends the answer.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -34,6 +37,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
+    min_tokens: int = 0
 
     @property
     def plain_greedy(self) -> bool:
@@ -55,11 +59,21 @@ class TokenLogprob:
 
 
 class Sampler:
-    """Chooses one sequence's tokens; keeps its random state and what it has counted for the penalties."""
+    """Chooses one sequence's tokens; keeps its random state and what it has counted for the penalties.
 
-    def __init__(self, params: SamplingParams, prompt: list[int], guide: Guide | None = None) -> None:
+    `ends`: the tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: list[int],
+        guide: Guide | None = None,
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
         self.params = params
         self._guide = guide
+        self._ends, self._endless = sorted(ends), params.min_tokens if ends else 0
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
         bias = params.logit_bias
@@ -69,6 +83,10 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> int:
         """The next token from float32 logits [vocab] on the CPU. Raises `RequestError` if the guide cannot go on."""
+        if self._endless:
+            self._endless -= 1
+            logits = logits.clone()
+            logits[self._ends] = float("-inf")
         if self._guide is None:
             return self._choose(logits)
         token = self._choose(self._guide.mask(logits))

@@ -15,8 +15,11 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from engine.kv.lower import LowerTiers
 from engine.kv.manager import BlockManager
+from engine.pd.pulls import Pulls
 from engine.sequence import Sequence, State
 
 
@@ -30,13 +33,14 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Step:
-    """What to compute now. Empty when nothing can run."""
+    """What to compute now. Empty when nothing can run. `handed`: prompts that came computed, with the logits behind."""
 
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
+    handed: list[tuple[Sequence, Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.decodes or self.prefills)
+        return bool(self.decodes or self.prefills or self.handed)
 
 
 class Scheduler:
@@ -52,12 +56,13 @@ class Scheduler:
         max_running: int,
         reuse: bool = True,
         lower: LowerTiers | None = None,
+        pulls: Pulls | None = None,
     ) -> None:
         if chunk % block_size:
             raise ValueError(f"the prefill chunk ({chunk}) must be a multiple of the block size ({block_size})")
         self._manager, self._block_size, self._chunk = manager, block_size, chunk
         self._step_tokens, self._max_running, self._reuse = max(step_tokens, chunk), max_running, reuse
-        self._lower = lower
+        self._lower, self._pulls = lower, pulls
         self._arrivals = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -70,7 +75,7 @@ class Scheduler:
         self._arrivals += 1
         sequence.arrival = self._arrivals
         self._enqueue(sequence)
-        if self._lower is not None:
+        if self._lower is not None and sequence.pull is None:
             self._lower.want(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -102,6 +107,7 @@ class Scheduler:
         # A later allocation in this very step may have preempted a sequence that was already in it.
         step.decodes = [s for s in step.decodes if s not in self._preempted]
         step.prefills = [c for c in step.prefills if c.sequence not in self._preempted]
+        step.handed = [(s, logits) for s, logits in step.handed if s not in self._preempted]
         return step
 
     def commit(self, step: Step) -> None:
@@ -119,6 +125,8 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, step: Step, budget: int) -> int:
         """Adds this sequence's next chunk if it fits; returns the budget left."""
         self._take_cached(sequence)
+        if self._pulls is not None and sequence.pull is not None and not self._take_handed(self._pulls, sequence, step):
+            return budget
         if self._lower is not None and not self._lower.ready(sequence):
             return budget
         start = sequence.computed
@@ -130,6 +138,23 @@ class Scheduler:
         self._computing.update(self._names(sequence, start, end))
         step.prefills.append(Chunk(sequence, start, end))
         return budget - (end - start)
+
+    def _take_handed(self, pulls: Pulls, sequence: Sequence, step: Step) -> bool:
+        """Takes up what another engine has computed; whether what then comes next is to be computed here."""
+        if not pulls.arrived(sequence):
+            return False
+        tokens = pulls.portion(sequence, beside_decodes=bool(step.decodes))
+        if not tokens:
+            pulls.abandon(sequence)
+            return True
+        if not self._room(sequence, tokens):
+            return False
+        if self._lower is not None:
+            self._lower.save_evicted()
+        logits = pulls.take_up(sequence, tokens)
+        if logits is not None:
+            step.handed.append((sequence, logits))
+        return False
 
     def _names(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
         """Chain digests of a whole chunk's blocks; empty for a part of a chunk, which is never shared."""
@@ -217,6 +242,8 @@ class Scheduler:
     def _abandon(self, sequence: Sequence) -> None:
         if self._lower is not None:
             self._lower.abandon(sequence)
+        if self._pulls is not None:
+            self._pulls.abandon(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.rank)

@@ -12,6 +12,7 @@ from engine.sampling import Sampler
 
 if TYPE_CHECKING:
     from engine.kv.lower import Fetch
+    from engine.pd.pulls import Pull
 
 
 class State(Enum):
@@ -29,6 +30,8 @@ class Sequence:
     `chain` names the prompt's full blocks. Only prompt blocks from whole prefill chunks are ever shared: they are
     bitwise what any other run computes, while decoded tokens' KV depends on the batch they were decoded in. After a
     preemption, output tokens are replayed through decode, so the result does not depend on having been preempted.
+
+    `offered`: its prompt is computed for another engine. `pull`: what another engine computed of it, on its way.
     """
 
     id: str
@@ -48,6 +51,8 @@ class Sequence:
     cached_by: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
     fetch: Fetch | None = None
+    offered: bool = False
+    pull: Pull | None = None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -136,6 +136,9 @@ class EngineApp:
         core, choices = self._worker.core, len(prompts) * body.choices
         if any(not 0 <= token < core.spec.vocab for prompt in prompts for token in prompt):
             raise RequestError(f"the prompt has token ids outside 0 … {core.spec.vocab - 1}", param="prompt")
+        transfer = body.kv_transfer_params
+        if body.offered and len(prompts) > 1:
+            raise RequestError("only one prompt can be computed for another engine", param="kv_transfer_params")
         guide = None
         if body.response_format is not None and wants_json(body.response_format):
             guide = await asyncio.to_thread(self._worker.grammars.guide, body.response_format)
@@ -148,13 +151,15 @@ class EngineApp:
                 Generation(
                     id=f"{answer.id}-{index}",
                     prompt=prompt,
-                    max_tokens=core.check(len(prompt), body.limit()),
+                    max_tokens=core.check(len(prompt), 1 if body.offered else body.limit()),
                     sampling=body.sampling(index % body.choices, core.spec.vocab),
                     stops=body.stops,
                     salt=body.salt,
                     priority=body.priority,
                     ignore_eos=body.ignore_eos,
                     guide=guide and guide.copy(),
+                    offered=body.offered,
+                    source=transfer.source if transfer is not None and len(prompts) == 1 else None,
                 )
             )
         pieces = self._run(jobs)

@@ -192,3 +192,18 @@ def chain(
         blocks.append(block)
         previous = block
     return blocks
+
+
+def remainder(tokens: Sequence[int], block_size: int, blocks: Sequence[Block], *, salt: bytes = b"") -> Block | None:
+    """Names the partial block behind the full `blocks` of a prompt as `chain` names those; None if there is none.
+
+    For handing one prompt over as a whole: such a block is never looked up, since what follows it is not known.
+    """
+    begin = len(blocks) * block_size
+    if begin == len(tokens):
+        return None
+    previous = blocks[-1] if blocks else None
+    parent = previous.digest if previous else None
+    ids, extra = token_bytes(tokens[begin:]), b"" if previous else extras(salt=salt)
+    digest = chain_hash(parent, ids, extra)
+    return Block(short_hash(digest), digest, parent, len(blocks), ids, extra, previous)
