@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gateway.http import Request
+from gateway.http import Headers, Request
 from gateway.runtime import Runtime
 from gateway.shortcut import Caught, Shortcut
 
@@ -28,10 +28,12 @@ _KNOWN_PREFIXES = (b"x-stainless-", b"openai-", b"anthropic-")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An understood head: its own length and that of the body, in bytes, and what it says of the caller."""
+    """An understood head: its own length and that of the body, in bytes, what it says, and what of the caller."""
 
     length: int
     body_length: int
+    path: str
+    headers: Headers
     caught: Caught
 
 
@@ -74,4 +76,4 @@ class Heads:
         if not (length.isdigit() and len(length) < 12 and 0 < int(length) <= self._runtime.config.limits.max_body):
             return None
         caught = self._shortcut.understand(Request("POST", path.decode(), b"", headers, b""))
-        return Head(len(head), int(length), caught) if caught is not None else None
+        return Head(len(head), int(length), path.decode(), headers, caught) if caught is not None else None

@@ -1,10 +1,11 @@
 """The short path: a uvicorn protocol that answers a fresh hit straight from the socket, before ASGI is entered.
 
-It takes one complete ``POST`` whose head it surely understands (`gateway.heads`); all else, pipelined requests and
-unfinished ones among it, goes to uvicorn's own protocol and the full path, which gives the same answer. What it uses of
-uvicorn's internals: ``data_received``, ``on_message_begin``, ``on_message_complete``, ``_start_asgi_task``,
-``send_400_response``, the keep-alive timer, ``app``, ``cycle``, ``flow``, ``pipeline`` and ``server_state``; the
-version is pinned and `tests/gateway/test_wire.py` holds the rest.
+It takes one complete ``POST`` whose head it surely understands (`gateway.heads`); what memory cannot answer goes on to
+the pipeline from here, too. All else, pipelined requests and unfinished ones among it, takes uvicorn's own protocol and
+ASGI to the pipeline, which gives the same answer. What it uses of uvicorn's internals: ``data_received``,
+``on_message_begin``, ``on_message_complete``, ``_start_asgi_task``, ``send_400_response``, ``resume_writing``, the
+keep-alive timer, ``app``, ``cycle``, ``flow``, ``pipeline``, ``tasks`` and ``server_state``; the version is pinned and
+`tests/gateway/test_wire.py` holds the rest.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.app import Gateway
 from gateway.heads import MAX_HEAD, Head
+from gateway.http import Headers, Request, Response
+from gateway.outflow import Chunks, response_head
 from gateway.shortcut import Lookup
 
 log = logging.getLogger(__name__)
+
+TEXT = (b"content-type", b"text/plain; charset=utf-8")
 
 
 class WireProtocol(HttpToolsProtocol):
@@ -29,18 +34,21 @@ class WireProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         gateway = self.app
         assert isinstance(gateway, Gateway)
+        self._pipeline = gateway.pipeline
         self._heads = gateway.heads
         self._shortcut = gateway.shortcut
         self._in_message = False  # uvicorn's parser has begun a message and not seen its end
         self._head: Head | None = None  # the body of this head is still coming
         self._parts: list[bytes] = []
         self._missing = 0
-        self._waiting: list[bytes] | None = None  # a lookup in the shared store is under way; what came meanwhile
-        self._answering: RequestResponseCycle | None = None  # the last request that took the full path
-        self._for_caller: asyncio.Task[None] | None = None  # its task, if it serves this caller only
+        self._waiting: list[bytes] | None = None  # an answer from here is awaited; what came meanwhile
+        self._chunks: Chunks | None = None  # the stream that is being sent from here
+        self._answering: RequestResponseCycle | None = None  # the last request that came by ASGI
+        self._for_caller: asyncio.Task[None] | None = None  # the last on the full path, if it serves this caller only
         self._ending = False
-        self._last_hit = 0.0
+        self._last_answer = 0.0
         self._common: list[tuple[bytes, bytes]] = []  # uvicorn's own headers, made anew each second
+        self._common_lines = b""
         self._first_lines = STATUS_LINE[200]
 
     def data_received(self, data: bytes) -> None:
@@ -99,7 +107,7 @@ class WireProtocol(HttpToolsProtocol):
             self._waiting = []
             lookup.call.add_done_callback(lambda _: self._looked_up(head, data, lookup))
         else:
-            super().data_received(data)
+            self._enter(head, body)
 
     def _looked_up(self, head: Head, data: bytes, lookup: Lookup) -> None:
         """The shared store has answered, or failed; whatever came meanwhile is a further request, or an early end."""
@@ -108,29 +116,100 @@ class WireProtocol(HttpToolsProtocol):
         except Exception:
             log.exception("the short path failed; the full path answers")
             answer = None
-        behind, self._waiting = self._waiting, None
         if self.transport.is_closing():
-            return
-        if answer is not None:
+            self._waiting = None
+        elif answer is not None:
             self._respond(answer)
+            self._go_on()
         else:
-            super().data_received(data)
+            self._enter(head, data[head.length :])
+
+    def _respond(self, answer: bytes) -> None:
+        self._renew_common()
+        self.transport.write(self._first_lines + answer)
+        self.server_state.total_requests += 1
+        self._rest()
+
+    def _enter(self, head: Head, body: bytes) -> None:
+        """The full path. What comes meanwhile waits: it is a further request, or an early end."""
+        if self._waiting is None:
+            self._waiting = []
+        request = Request("POST", head.path, b"", head.headers, body, head.path.encode())
+        task = self._for_caller = self.loop.create_task(self._full_path(request))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    async def _full_path(self, request: Request) -> None:
+        try:
+            try:
+                response = await self._pipeline.answer(request)
+            except Exception:
+                log.exception("a request failed")
+                self._ending, response = True, Response(500, [TEXT], b"Internal Server Error")
+            await self._send(response)
+        except asyncio.CancelledError:  # the caller has left, or the server ends
+            self.transport.close()
+        except Exception:
+            log.exception("an answer broke off")
+            self.transport.close()
+        self.server_state.total_requests += 1
+        if self._ending:
+            self.transport.close()
+        if self.transport.is_closing():
+            self._waiting = None
+        else:
+            self._rest()
+            self._go_on()
+
+    async def _send(self, response: Response) -> None:
+        body = response.body
+        if isinstance(body, bytes):
+            headers = [*response.headers, (b"content-length", b"%d" % len(body))]
+            self.transport.write(self._shown(response.status, headers) + body)
+            return
+        failure: Exception | None = None
+        try:
+            head = self._shown(response.status, [*response.headers, (b"transfer-encoding", b"chunked")])
+            self._chunks = Chunks(head, body, self.transport, self.flow)
+            await self._chunks.over
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            self._chunks = None
+            body.close(failure)
+
+    def _shown(self, status: int, headers: Headers) -> bytes:
+        self._renew_common()
+        closing: Headers = [(b"connection", b"close")] if self._ending else []
+        return response_head(status, self._common_lines, [*headers, *closing])
+
+    def _renew_common(self) -> None:
+        common = self.server_state.default_headers
+        if common is not self._common:
+            self._common = common
+            self._common_lines = b"".join(name + b": " + value + b"\r\n" for name, value in common)
+            self._first_lines = STATUS_LINE[200] + self._common_lines
+
+    def _rest(self) -> None:
+        """The connection is idle from now on."""
+        self._last_answer = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_handler()
+
+    def _go_on(self) -> None:
+        """The answer is out: now to what came meanwhile."""
+        behind, self._waiting = self._waiting, None
         if behind:
             self.flow.resume_reading()
             self.data_received(b"".join(behind))
         if self._ending:
             self.shutdown()
 
-    def _respond(self, answer: bytes) -> None:
-        common = self.server_state.default_headers
-        if common is not self._common:
-            shown = b"".join(name + b": " + value + b"\r\n" for name, value in common)
-            self._common, self._first_lines = common, STATUS_LINE[200] + shown
-        self.transport.write(self._first_lines + answer)
-        self.server_state.total_requests += 1
-        self._last_hit = self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self.timeout_keep_alive_handler()
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._chunks is not None:
+            self._chunks.go_on()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         task = self.loop.create_task(cycle.run_asgi(app))
@@ -177,8 +256,8 @@ class WireProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """The timer is not renewed by every hit; when it fires it looks whether it is due."""
         if self._head is not None or self._waiting is not None:
-            self._last_hit = self.loop.time()  # a request is on its way
-        left = self._last_hit + self.timeout_keep_alive - self.loop.time()
+            self._last_answer = self.loop.time()  # a request is on its way
+        left = self._last_answer + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
         else:
