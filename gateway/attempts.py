@@ -61,7 +61,8 @@ class Attempts:
         if self._asked is None:
             plan = self.plan
             salt = self._planner.salt(plan.caller.tenant)
-            self._asked = await self._router.read(plan.model.target, plan.dialect.path, plan.body, salt, self._left)
+            size, path = len(plan.outgoing), plan.dialect.path
+            self._asked = await self._router.read(plan.model.target, path, plan.body, size, salt, self._left)
         route = self._router.route(self._asked, self._left)
         self._left.remove(route.member)
         return route

@@ -7,6 +7,7 @@ purge is joined by nobody after it, and a stale entry is renewed by one flight h
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from typing import Any
 
 from cache.response.entry import BadEntry
@@ -230,6 +231,7 @@ def _status(plan: Plan, fwd: str, head: Head, landed: Landed | None, *, collapse
     return "; ".join(parts).encode()
 
 
+@lru_cache(1024)
 def _quoted(text: str) -> str:
     """An RFC 8941 string."""
     printable = "".join(sign if " " <= sign <= "~" else "?" for sign in text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case."""
@@ -36,11 +36,17 @@ class Request:
     body: bytes
     raw_path: bytes = b""
     """The path as the caller spelled it, percent signs and all."""
+    _by_name: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
 
     def header(self, name: bytes) -> str | None:
         """A header's value, several of one name joined by a comma (RFC 9110 section 5.3); None when absent."""
-        found = [value for key, value in self.headers if key == name]
-        return b", ".join(found).decode("latin-1") if found else None
+        named = self._by_name
+        if named is None:
+            named = self._by_name = {}
+            for key, value in self.headers:
+                named[key] = value if key not in named else named[key] + b", " + value
+        found = named.get(name)
+        return found.decode("latin-1") if found is not None else None
 
 
 class Stream(ABC):

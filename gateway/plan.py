@@ -26,6 +26,8 @@ from policies.freshness import Directives, Lifetime, parse_cache_control
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _MAX_TAGS = 16
+_MAX_RULES = 4096
+"""Remembered; callers choose the names of models."""
 _NO_SETTINGS = TenantCache()
 NOWHERE = Identity(b"", b"")
 """The identity of a request that takes no part in the cache: making one costs more than passing the request on."""
@@ -116,6 +118,8 @@ class Planner:
         self._secret = secret
         self._revisions = {alias.target: alias.revision or "" for alias in config.models.values()}
         self._tenants = {tenant.name: tenant.cache for tenant in config.tenants}
+        self._salts: dict[str, str] = {}
+        self._rules: dict[tuple[str, str, str], _Rule] = {}
 
     def model(self, name: str) -> Model:
         """What a model name stands for."""
@@ -129,7 +133,11 @@ class Planner:
         """What an engine keeps this tenant's prefixes apart by; it tells nothing of the tenant to whoever lacks the
         secret.
         """
-        return hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()[:32]
+        salt = self._salts.get(tenant)
+        if salt is None:
+            made = hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()
+            salt = self._salts[tenant] = made[:32]
+        return salt
 
     def plan(self, request: Request, dialect: Dialect, caller: Caller, body: Mapping[str, Any]) -> Plan:
         """Understands a request with a parsed ``body``; raises `BadRequest`, or `Denied` for a model out of bounds."""
@@ -142,7 +150,7 @@ class Planner:
         namespace = _label(request, b"x-warmgate-namespace")
         asked_ttl = _seconds(request, b"x-warmgate-ttl")
         own = self._tenants.get(caller.tenant, _NO_SETTINGS)
-        rule = _Rule(self._config.cache, own, caller.tenant, model, dialect.path)
+        rule = self._rule(caller.tenant, own, model, dialect.path)
         opted_in = bool(asked_ttl) or bool(directives.max_age) or directives.only_if_cached
         sampled: Sampled = "faq" if model.faq and rule.sampled == "never" else rule.sampled
         ask = dialect.ask(body)
@@ -199,6 +207,15 @@ class Planner:
         if not changes and "cache_salt" not in body:
             return raw
         return respell({name: value for name, value in {**body, **changes}.items() if name != "cache_salt"})
+
+    def _rule(self, tenant: str, own: TenantCache, model: Model, path: str) -> _Rule:
+        key = (tenant, model.name, path)
+        rule = self._rules.get(key)
+        if rule is None:
+            if len(self._rules) >= _MAX_RULES:
+                self._rules.clear()
+            rule = self._rules[key] = _Rule(self._config.cache, own, tenant, model, path)
+        return rule
 
     def _lifetime(self, rule: _Rule, own: TenantCache, asked_ttl: float | None) -> Lifetime:
         ceiling = self._config.cache.max_ttl

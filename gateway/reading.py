@@ -124,15 +124,24 @@ class Raw(Reading):
 
 class Plain(Reading):
     """A plain answer, held back until it is whole, so that its fate is known when its head is sent; one that is larger
-    than ``most`` bytes is passed on.
+    than ``most`` bytes is passed on. ``wanted``: somebody wants its message, and not its usage alone.
     """
 
     def __init__(
-        self, flight: CallFlight, head: Head, keep: Keep, begun: Callable[[], None], plan: Plan, most: int
+        self,
+        flight: CallFlight,
+        head: Head,
+        keep: Keep,
+        begun: Callable[[], None],
+        plan: Plan,
+        most: int,
+        *,
+        wanted: bool,
     ) -> None:
         super().__init__(flight, head, keep, begun)
         self._plan = plan
         self._most = most
+        self._wanted = wanted
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -152,10 +161,12 @@ class Plain(Reading):
             self._land(Answer(None, Outcome(fault="too large to keep")))
             return
         text = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        if 200 <= self._head.status < 300:
+        if not 200 <= self._head.status < 300:
+            answer = Answer(None, Outcome(fault=f"status {self._head.status}"))
+        elif self._wanted:
             answer = self._plan.dialect.read(self._plan.body, text)
         else:
-            answer = Answer(None, Outcome(fault=f"status {self._head.status}"))
+            answer = Answer(None, Outcome(), self._plan.dialect.usage_in(text))
         self._open()
         self._land(answer, last=Piece(text, text))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
 
@@ -80,7 +81,8 @@ async def read_request(
             raise Unreadable(
                 request, 400, f"The request body cannot be decompressed: {error}.", "invalid_encoding"
             ) from None
-        request.headers = [(name, value) for name, value in request.headers if name != b"content-encoding"]
+        headers = [(name, value) for name, value in request.headers if name != b"content-encoding"]
+        request = replace(request, headers=headers)
     return request
 
 

@@ -7,9 +7,7 @@ it learnt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cache.response.entry import Entry
@@ -36,12 +34,24 @@ UNUSED = {"prompt": 0, "output": 0, "cached": 0}
 """What an upstream used for a request that it refused."""
 
 
-@dataclass(slots=True)
 class _Spending:
-    """Of a call under way: whether an upstream may have worked, and the tokens it reports."""
+    """Of a call under way: whether an upstream may have worked (``made``), and the tokens it reports. A context that
+    tells of it, however the call ends.
+    """
 
-    made: bool = True
-    usage: dict[str, int] | None = None
+    __slots__ = ("_tell", "made", "usage")
+
+    def __init__(self, tell: Callable[[dict[str, int] | None], None]) -> None:
+        self.made = True
+        self.usage: dict[str, int] | None = None
+        self._tell = tell
+
+    def __enter__(self) -> _Spending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.made:
+            self._tell(self.usage)
 
 
 NewAttempts = Callable[[Plan, Request, Sequence[Member]], Attempts]
@@ -87,7 +97,7 @@ class Relay:
         ``wanted``: somebody wants the answer's message, to keep or to compare it.
         """
         born = self._clock.time()
-        stamped = self._generations.stamp(plan.scopes)
+        stamped = self._generations.stamp(plan.scopes) if plan.may_keep else {}
         attempts = self._attempts(plan, request, members)
         if not members and not await attempts.another(sent=False):
             raise UpstreamError("connect", "no upstream serves this model", sent=False)
@@ -126,16 +136,9 @@ class Relay:
                 route.learn(landed.answer.usage)
             return landed
 
-    @contextmanager
-    def _counted(self, plan: Plan, member: Member, cause: RowOutcome) -> Iterator[_Spending]:
-        """Tells the ledger of one call, however it ends."""
-        spending = _Spending()
-        try:
-            yield spending
-        finally:
-            if spending.made:
-                names = (plan.caller.tenant, plan.model.target, plan.dialect.path, member.name)
-                self._spent(Call(self._clock.time(), *names, cause, plan.streams, spending.usage))
+    def _counted(self, plan: Plan, member: Member, cause: RowOutcome) -> _Spending:
+        names = (plan.caller.tenant, plan.model.target, plan.dialect.path, member.name)
+        return _Spending(lambda usage: self._spent(Call(self._clock.time(), *names, cause, plan.streams, usage)))
 
     async def _send(self, plan: Plan, request: Request, request_id: str, member: Member) -> UpstreamResponse:
         headers = to_upstream(request, request_id, member.proof(request))
@@ -184,7 +187,7 @@ class Relay:
             return EventStream(flight, head, keep, begun, plan, wanted=wanted)
         if not head.whole:
             return Raw(flight, head, keep, begun, "unknown content coding")
-        return Plain(flight, head, keep, begun, plan, max(self._max_entry, plan.dialect.held))
+        return Plain(flight, head, keep, begun, plan, max(self._max_entry, plan.dialect.held), wanted=wanted)
 
     def _keep(self, plan: Plan, born: float, stamped: dict[str, int], renewed: bool, landed: Landed) -> Landed:
         answer = landed.answer

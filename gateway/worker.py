@@ -7,6 +7,7 @@ is gone: the worker drains and ends.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -22,6 +23,8 @@ from gateway.reload import ReloadError, reload
 from gateway.server import Server, server_config
 from gateway.source import Source, adopted
 
+GARBAGE = 20_000
+"""New objects after which cycles are looked for; the request path makes next to none."""
 LINE_LIMIT = 64 << 20  # a configuration with very many tenants is still one line
 
 log = logging.getLogger("warmgate.worker")
@@ -50,6 +53,8 @@ async def serve(listener: socket.socket, grace: float, source: Source) -> None:
 
     app = create_app(Config.model_validate_json(line), source=read_again)
     server = Server(server_config(app, grace=grace))
+    gc.freeze()  # what is loaded stays; the collector need not look at it again and again
+    gc.set_threshold(GARBAGE)
     following = asyncio.create_task(_follow(configs, app, server))
     try:
         await server.serve(sockets=[listener])

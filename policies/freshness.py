@@ -24,6 +24,9 @@ class Directives:
     stale_if_error: float | None = None
 
 
+_NOTHING_ASKED = Directives()
+
+
 @dataclass(frozen=True, slots=True)
 class Lifetime:
     """How long an answer is fresh, and how long it may serve after that: while it is renewed, when the upstream fails,
@@ -45,6 +48,8 @@ def parse_cache_control(value: str) -> Directives:
     """Reads a request's ``Cache-Control`` (RFC 9111 section 5.2.1). Unknown directives are ignored, as the RFC asks;
     an unreadable number reads as the cautious one: ``max-age`` 0, nothing stale.
     """
+    if not value:
+        return _NOTHING_ASKED
     found: dict[str, str | None] = {}
     for part in value.split(","):
         name, equals, argument = part.strip().partition("=")

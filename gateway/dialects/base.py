@@ -122,6 +122,10 @@ class Dialect(ABC):
     def read(self, body: Mapping[str, Any], answer: bytes) -> Answer:
         """Reads a plain answer to the request ``body``."""
 
+    def usage_in(self, answer: bytes) -> dict[str, int]:
+        """The tokens that a plain answer reports, where nothing else of it is to be known."""
+        return self.read({}, answer).usage
+
     @abstractmethod
     def collector(self, body: Mapping[str, Any]) -> Collector:
         """A collector for one streamed answer to the request ``body``."""

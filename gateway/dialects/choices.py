@@ -9,7 +9,7 @@ from typing import Any
 from cache.response.canonical import respell
 from gateway.dialects.base import Answer, Dialect, Piece, Rendered, Unjoinable
 from gateway.dialects.events import EventCollector
-from gateway.dialects.joining import load, merge_constant, settle
+from gateway.dialects.joining import load, member, merge_constant, settle
 from gateway.dialects.openai import EXCLUDED, VARY, error_body, usage_of
 from gateway.ids import unique
 from gateway.sse import Event, frame
@@ -62,6 +62,9 @@ class ChoicesDialect(Dialect):
         if {choice.get("index", position) for position, choice in enumerate(choices)} != set(range(len(choices))):
             return Answer(None, Outcome(fault="unknown form"), usage)
         return Answer(_without_identity(message), self.outcome(choices, self.expected(body)), usage)
+
+    def usage_in(self, answer: bytes) -> dict[str, int]:
+        return usage_of(member(answer, "usage"))
 
     def collector(self, body: Mapping[str, Any]) -> ChunkCollector:
         return ChunkCollector(self, self.expected(body))

@@ -94,6 +94,15 @@ def load(data: bytes) -> Any:
     return parse(data) if _HUGE.search(data) else orjson.loads(data)
 
 
+def member(data: bytes, name: str) -> Any:
+    """One member of a JSON object; None where there is none, or no object."""
+    try:
+        found = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return found.get(name) if isinstance(found, dict) else None
+
+
 def loads_loosely(data: bytes) -> bool:
     """Whether it is JSON to a lenient reader (NaN, half surrogate pairs), though not to a strict one."""
     try:

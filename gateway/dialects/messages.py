@@ -13,7 +13,7 @@ from gateway.dialects.base import Answer, Dialect, Rendered
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
 from gateway.dialects.hints import breakpoints
-from gateway.dialects.joining import load
+from gateway.dialects.joining import load, member
 from gateway.dialects.message_events import Blocks, message_events
 from gateway.ids import unique
 from gateway.sse import frame
@@ -68,6 +68,9 @@ class Messages(Dialect):
         if message.get("type") == "error" or message.get("error"):
             return Answer(None, Outcome(fault="an error with a success status"))
         return _answer(message)
+
+    def usage_in(self, answer: bytes) -> dict[str, int]:
+        return usage_of(member(answer, "usage"))
 
     def collector(self, body: Mapping[str, Any]) -> MessageCollector:
         return MessageCollector()

@@ -18,7 +18,7 @@ from gateway.dialects.base import Answer, Dialect, Rendered, Unjoinable
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
 from gateway.dialects.hints import prompt_cache_key
-from gateway.dialects.joining import load
+from gateway.dialects.joining import load, member
 from gateway.dialects.openai import EXCLUDED, VARY, error_body, usage_of
 from gateway.dialects.response_events import response_events
 from gateway.ids import unique
@@ -72,6 +72,9 @@ class Responses(Dialect):
         if not isinstance(response, dict):
             return Answer(None, Outcome(fault="not a JSON object"))
         return _answer(response)
+
+    def usage_in(self, answer: bytes) -> dict[str, int]:
+        return usage_of(member(answer, "usage"))
 
     def collector(self, body: Mapping[str, Any]) -> ResponseCollector:
         return ResponseCollector()

@@ -158,16 +158,18 @@ class Router:
     def now(self) -> float:
         return self._clock.monotonic()
 
-    async def read(self, model: str, path: str, body: Mapping[str, Any], salt: str, members: Sequence[Member]) -> Asked:
-        """What a request asks. Cheap where there is nothing to choose."""
+    async def read(
+        self, model: str, path: str, body: Mapping[str, Any], size: int, salt: str, members: Sequence[Member]
+    ) -> Asked:
+        """What a request asks, whose ``body`` has so many bytes. Cheap where there is nothing to choose."""
         if len(members) < 2 or self._routing.policy in ("load", "round_robin"):
-            return Asked(model, _rough_size(body))
+            return Asked(model, size)
         root = root_of(salt, model)
         try:
             text = canonical_text(body)
             unstable = self.beginnings.look(model, body, root)
         except BadBody:
-            return Asked(model, _rough_size(body))
+            return Asked(model, size)
         session = session_of(body, root)
         if self._routing.policy == "sticky":
             return Asked(model, len(text), session=session, unstable=unstable)
@@ -264,9 +266,3 @@ class Router:
             "events": self.exact.counts(),
             "unstable": self.beginnings.told_of(),
         }
-
-
-def _rough_size(body: Mapping[str, Any]) -> int:
-    """About how many bytes of prompt there are."""
-    turns = body.get("messages") or body.get("input") or body.get("prompt") or ""
-    return len(turns) if isinstance(turns, str) else len(repr(turns))
