@@ -18,6 +18,7 @@ from gateway.plan import BadRequest, read_body
 from gateway.reload import ReloadError, Source, reload
 from gateway.reporting import outcomes, rows_response, sums_response
 from gateway.runtime import Runtime
+from gateway.sentinels.report import report
 from gateway.tenants import Denied
 from gateway.vitals import of_all_workers
 
@@ -40,6 +41,11 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
             "workers": await of_all_workers(runtime),
             "faq_entries": len(runtime.faq.entries),
         }
+
+    @router.get("/sentinels")
+    async def sentinels() -> dict[str, Any]:
+        """The lights of all workers, the red ones first, and what looking costs."""
+        return report(await of_all_workers(runtime), runtime.clock.time())
 
     @router.post("/explain")
     async def explain(request: Request, path: str = "/v1/chat/completions", tenant: str = "default") -> JSONResponse:

@@ -22,6 +22,7 @@ from gateway.pipeline import Pipeline
 from gateway.receive import ClientGone, Unreadable, read_request
 from gateway.reload import Source, reload
 from gateway.runtime import Runtime
+from gateway.sentinels.rounds import Sentinels
 from gateway.shortcut import Shortcut
 from gateway.vitals import packed
 
@@ -47,6 +48,7 @@ class Gateway:
         self.heads = Heads(self.shortcut, runtime)
         self.pipeline = Pipeline(runtime, self.shortcut)
         runtime.on_change += [self.shortcut.forget, self.heads.forget]
+        self.sentinels = Sentinels(runtime)
         runtime.ledger.watch(lambda: packed(runtime))
         self._pages = FastAPI(title="Warmgate", docs_url=None, redoc_url=None, lifespan=self._lifespan)
         self._pages.add_exception_handler(404, _nowhere)
@@ -67,6 +69,7 @@ class Gateway:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         await self.runtime.open()
+        self.runtime.background(self.sentinels.run())
         try:
             yield
         finally:

@@ -1,12 +1,10 @@
-"""The command `warmgate`: serve, engine, check, purge, version. Errors are one sentence each, and exit code 2."""
+"""The command `warmgate`: serve, engine, check, doctor, purge, version. Errors are a sentence each, and exit code 2."""
 
 import asyncio
 import json
 import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +14,8 @@ import typer
 
 from gateway.config import ConfigError, load_config
 from gateway.config.units import parse_time
+from gateway.remote import KEY_VARIABLE, Problem, ask, base_url
+from gateway.sentinels.doctor import prescription
 from gateway.source import Source, shortcomings
 from gateway.supervisor import StartError, Supervisor, engine_command, say
 from gateway.supervisor.greeting import overview
@@ -38,8 +38,12 @@ ConfigOption = Annotated[
 ]
 
 
-class Problem(Exception):
-    """Something the user must change: one sentence."""
+UrlOption = Annotated[
+    str | None, typer.Option(help="The running gateway (default: where the configuration has it listen).")
+]
+KeyOption = Annotated[
+    str | None, typer.Option("--admin-key", envvar=KEY_VARIABLE, help="Admin key, where the gateway asks for one.")
+]
 
 
 @app.command()
@@ -94,10 +98,9 @@ def purge(
     before: Annotated[str | None, typer.Option(help="Forget what is older: 1h, 7d, or 2026-11-01T12:00.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Forget everything.")] = False,
     soft: Annotated[bool, typer.Option("--soft", help="Mark as stale instead of forgetting.")] = False,
-    url: Annotated[str, typer.Option(help="The running gateway.")] = "http://127.0.0.1:8080",
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="WARMGATE_ADMIN_KEY", help="Admin key, where the gateway asks for one.")
-    ] = None,
+    url: UrlOption = None,
+    config: ConfigOption = None,
+    admin_key: KeyOption = None,
 ) -> None:
     """Make a running gateway forget answers."""
     named = {
@@ -115,10 +118,29 @@ def purge(
         raise Problem(
             "say what to forget by exactly one of --key, --tag, --model, --tenant, --namespace, --before, --all"
         )
-    answer = _post(url.rstrip("/") + "/admin/purge", {**chosen, "soft": soft}, admin_key)
+    base = base_url(url, _source(config, {}).path)
+    answer = ask(f"{base}/admin/purge", admin_key, {**chosen, "soft": soft})
     typer.echo(json.dumps(answer))
     if not answer.get("everywhere", True):
         raise Problem("forgotten here, but workers and gateways beside this one may not have heard of it; try again")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    url: UrlOption = None,
+    config: ConfigOption = None,
+    admin_key: KeyOption = None,
+) -> None:
+    """Look for silent failures in a running gateway.
+
+    Exit code 1: something is red. Every light is explained in docs/sentinels.md.
+    """
+    base = base_url(url, _source(config, {}).path)
+    report = ask(f"{base}/admin/sentinels", admin_key)
+    typer.echo(json.dumps(report, indent=2) if as_json else prescription(report, time.time()))
+    if report["state"] == "red":
+        sys.exit(1)
 
 
 @app.command()
@@ -162,30 +184,6 @@ def _moment(text: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise Problem(f"--before must be an age such as 1h or a date such as 2026-11-01T12:00, not '{text}'") from None
-
-
-def _post(url: str, body: dict[str, Any], key: str | None) -> Any:
-    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
-        with opener.open(request, timeout=30) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise Problem(f"the gateway refused: {_reason(error)}") from None
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", error)
-        raise Problem(f"no gateway answers at {url}: {reason}; name the right one with --url") from None
-    except ValueError:
-        raise Problem(f"{url} is not the address of a gateway") from None
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        body = json.load(error)
-        return body["detail"] if "detail" in body else body["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return f"{error.code} {error.reason}"
 
 
 if __name__ == "__main__":

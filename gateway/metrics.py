@@ -133,6 +133,10 @@ class _Scrape(Collector):
         blocks = _gauge("warmgate_route_index_blocks", "Beginnings of prompts in the router's index.")
         unstable = _counter("warmgate_unstable_prefix", "Prompts whose beginning changes from turn to turn.", "model")
         events = _counter("warmgate_kv_events", "KV events, and what was wrong with them.", "upstream", "what")
+        sentinel = _gauge("warmgate_sentinel_ok", "Lights: 1 green, 0 red.", "light", "upstream", "tier")
+        round_at = _gauge("warmgate_sentinel_round_timestamp_seconds", "When the last round of sentinels ended.")
+        canaries = _counter("warmgate_sentinel_requests", "Canaries sent to upstreams, in no other figure.")
+        cost = _counter("warmgate_sentinel_tokens", "Tokens of these canaries, in no other figure.", "kind")
         ledger = _gauge("warmgate_ledger_ok", "Whether the ledger can be written.")
         dropped = _counter("warmgate_ledger_dropped", "Requests that the ledger had to give up counting.")
         for worker, told in self._workers.items():
@@ -167,6 +171,15 @@ class _Scrape(Collector):
             for upstream, counts in told["routing"]["events"].items():
                 for what, count in counts.items():
                     events.add_metric([worker, upstream, what], count)
+            for light in told["sentinels"]["lights"]:
+                if light["state"] != "grey":
+                    labels = [worker, light["name"], light["upstream"], light["tier"]]
+                    sentinel.add_metric(labels, light["state"] == "green")
+            if told["sentinels"]["at"] is not None:
+                round_at.add_metric([worker], told["sentinels"]["at"])
+                canaries.add_metric([worker], told["sentinels"]["spent"].get("requests", 0))
+                for kind in ("prompt", "cached", "output"):
+                    cost.add_metric([worker, kind], told["sentinels"]["spent"].get(kind, 0))
             ledger.add_metric([worker], not told["ledger"]["problem"])
             dropped.add_metric([worker], told["ledger"]["dropped"])
         yield from (
@@ -189,6 +202,10 @@ class _Scrape(Collector):
             blocks,
             unstable,
             events,
+            sentinel,
+            round_at,
+            canaries,
+            cost,
             ledger,
             dropped,
         )

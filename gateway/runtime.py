@@ -36,6 +36,7 @@ from gateway.limits import SharedQuotas, Usages
 from gateway.plan import Plan, Planner
 from gateway.reading import CallFlight
 from gateway.relay import Relay
+from gateway.sentinels import Board
 from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.pool import Pool
@@ -62,6 +63,7 @@ class Runtime:
         self.pool = Pool(config, self.client, self.clock)
         self.watch = Watch(self.pool, self.router, self.clock)
         self.ledger = Ledger(config.ledger, self.clock)
+        self.board = Board()
         self.generations = Generations()
         self.flights: Flights[CallFlight] = Flights(self.generations)
         self.not_stored: Counter[str] = Counter()

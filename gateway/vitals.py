@@ -51,6 +51,7 @@ def vitals(runtime: Runtime) -> Vitals:
         "routing": runtime.router.told_of(),
         "not_stored": runtime.not_stored,
         "bad_entries": runtime.recall.bad_entries,
+        "sentinels": runtime.board.told(),
         "ledger": {"problem": runtime.ledger.problem, "dropped": runtime.ledger.dropped},
     }
 

@@ -63,11 +63,11 @@ class Running:
 async def running_gateway(
     config: Mapping[str, Any], clock: Clock | None = None, source: Source | None = None, *, short_path: bool = True
 ) -> AsyncIterator[Running]:
-    """Serves a gateway with this configuration until the block ends; without a disk cache, a ledger's file or a
-    hold-out unless it names them.
+    """Serves a gateway with this configuration until the block ends; without a disk cache, a ledger's file, a
+    hold-out or sentinels unless it names them.
     """
     cache = {"disk": "off", "holdout": 0, **config.get("cache", {})}
-    plain = {"ledger": "off", **config, "cache": cache}
+    plain = {"ledger": "off", "sentinels": "off", **config, "cache": cache}
     app = create_app(Config.model_validate(plain), clock=clock, source=source)
     async with (
         serving(app, short_path=short_path) as url,

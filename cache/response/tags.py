@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 EVERYTHING = "all"
+PULSE = "pulse"
+"""A scope that nothing belongs to: raised now and then, to see that purges are heard of."""
 _BEFORE = "before@"
 _SOFT = "~"
 
@@ -41,11 +43,15 @@ class Generations:
         self._dead_before = 0.0  # unix milliseconds
         self._stale_before = 0.0
         self._stale_since = 0.0  # when that was decided
+        self._pulse = 0  # apart from the others, so that whoever has purged nothing pays for no comparison
 
     def learn(self, scope: str, generation: int) -> None:
         """Takes note of a purge, whether made here or heard of; generations never go back."""
         kind = self._soft if scope.startswith(_SOFT) else self._hard
         name = scope.removeprefix(_SOFT)
+        if name == PULSE:
+            self._pulse = max(generation, self._pulse)
+            return
         if not name.startswith(_BEFORE):
             kind[name] = max(generation, kind.get(name, 0))
             return
@@ -54,6 +60,16 @@ class Generations:
             self._dead_before = max(self._dead_before, moment)
         elif moment > self._stale_before:
             self._stale_before, self._stale_since = moment, generation
+
+    def knows(self, scope: str, generation: int) -> bool:
+        """Whether this purge, or a later one of its scope, was heard of."""
+        hard = not scope.startswith(_SOFT)
+        name = scope.removeprefix(_SOFT)
+        if name == PULSE:
+            return self._pulse >= generation
+        if name.startswith(_BEFORE):
+            return (self._dead_before if hard else self._stale_before) >= float(name.removeprefix(_BEFORE))
+        return (self._hard if hard else self._soft).get(name, 0) >= generation
 
     def purge(self, scope: str, now: float) -> None:
         """Makes a purge that no store has numbered. ``now``: unix seconds."""

@@ -106,6 +106,7 @@ class Upstream(Section):
     timeouts: Timeouts = Timeouts()
     kv_events: KvEvents | None = None
     tokenizer: FilePath | None = None
+    sentinel: Switch = "auto"  # whether canaries are sent to it; auto: to an engine of one's own
     labels: dict[str, str | float] = {}
 
 
@@ -273,6 +274,12 @@ class Ledger(Section):
     store_prompts: bool = False
 
 
+class Sentinels(Section):
+    """Canaries that look for silent failures."""
+
+    every: Annotated[Seconds, Field(ge=1)] = 60.0  # between two rounds
+
+
 class Telemetry(Section):
     otlp: HttpUrl | None = None
 
@@ -303,6 +310,7 @@ class Config(Section):
     disaggregation: Disaggregation = Disaggregation()
     prices: FilePath | None = None
     ledger: Annotated[Ledger | None, Off] = Field(default_factory=Ledger)
+    sentinels: Annotated[Sentinels | None, Off] = Sentinels()
     telemetry: Telemetry = Telemetry()
 
     @model_validator(mode="before")

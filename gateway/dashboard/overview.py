@@ -14,6 +14,7 @@ from gateway.ledger.report import Line, figures, hit_rates, merged
 from gateway.ledger.schema import MINUTE
 from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
+from gateway.sentinels.report import report
 from gateway.vitals import Vitals, unpacked, vitals
 from policies import savings
 from policies.pricing import PICO
@@ -57,6 +58,7 @@ async def overview(runtime: Runtime, asked: Asked) -> dict[str, Any]:
     if asked.operator:
         kept = unpacked(found.pop("vitals")) | {runtime.ledger.worker: vitals(runtime)}
         found |= _machinery(kept, found.pop("by_upstream"))
+        found["sentinels"] = report(kept, now)
     else:
         del found["vitals"], found["by_upstream"], found["tenants"]
     found["slo"] = _service_levels(runtime, found["models"], found["range"])

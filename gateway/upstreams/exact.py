@@ -98,6 +98,10 @@ class ExactSource:
                 found[name] = (chains[key], key[1])
         return tokens, found
 
+    def reads(self, name: str) -> bool:
+        """Whether this upstream's tokenizer is there and could be read."""
+        return name in self._of and self._tokenizers.get(self._of[name][0]) is not None
+
     def forget(self, name: str) -> None:
         """Something else has shown that this upstream lost what it held."""
         if self._listener is not None and name in self._of:

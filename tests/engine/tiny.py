@@ -39,13 +39,18 @@ SPEC = ModelSpec(
 )
 
 
-def tokenizer() -> Tokenizer:
+def pipeline() -> Pipeline:
     """One token per byte, then two control tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pipeline = Pipeline(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[reportAttributeAccessIssue]
-    pipeline.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
-    return Tokenizer(pipeline, frozenset({256}), TEMPLATE, bos="", eos=SPECIALS[0])
+    made = Pipeline(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[reportAttributeAccessIssue]
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
+    return made
+
+
+def tokenizer() -> Tokenizer:
+    """The pipeline as the engine uses it."""
+    return Tokenizer(pipeline(), frozenset({256}), TEMPLATE, bos="", eos=SPECIALS[0])
 
 
 def files(spec: ModelSpec = SPEC, seed: int = 0) -> ModelFiles:

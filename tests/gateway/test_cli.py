@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from gateway import cli
+from gateway.remote import ask
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -40,7 +41,7 @@ class TestHelp:
     def test_names_every_command(self, warmgate: Run):
         code, out, _ = warmgate("--help")
         assert code == 0
-        for word in ("serve", "engine", "check", "purge", "version", "warmgate.yaml"):
+        for word in ("serve", "engine", "check", "doctor", "purge", "version", "warmgate.yaml"):
             assert word in out
 
     def test_serve_has_the_flags_of_the_contract(self, warmgate: Run):
@@ -147,7 +148,7 @@ class TestServe:
                     break
             assert "only remembered and curated answers can be given" in told
             url = line.split("Dashboard: ")[1].strip().removesuffix("/dashboard")
-            assert cli._post(url + "/admin/reload", {}, None) == {"reloaded": True}
+            assert ask(url + "/admin/reload", None, {}) == {"reloaded": True}
             for line in process.stdout:
                 told += line
                 if "reloaded" in line:
