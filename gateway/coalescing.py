@@ -183,7 +183,10 @@ class _Following(Stream):
         if self._follower.ended:
             self.ended = True
             _landed(self._exchange, self._flight.outcome)
-        data = b"".join([piece.asked if self._asked else piece.unasked for piece in pieces])
+        if len(pieces) == 1:
+            data = pieces[0].asked if self._asked else pieces[0].unasked
+        else:
+            data = b"".join([piece.asked if self._asked else piece.unasked for piece in pieces])
         if data and self._exchange.row.ttft is None:
             self._exchange.first_piece()
         return data

@@ -57,7 +57,7 @@ class Stream(ABC):
     """
 
     def __init__(self) -> None:
-        self.wake: Callable[[], None] = _nothing
+        self.wake: Callable[[], object] = _nothing
         self.on_close: Callable[[Exception | None], None] = _nothing
         self.ended = False
         self._closed = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from cache.response.recall import Read
 from gateway.hit import Ready
 from gateway.ledger import Tally
 from gateway.plan import Plan
@@ -22,12 +23,15 @@ _OVERHEAD = 4096
 
 @dataclass(slots=True)
 class Remembered:
-    """A body, its plan, and the answer last made ready for it, good as long as ``message`` is what is kept."""
+    """A body, its plan, and the answer last made ready for it, good as long as ``message`` is what is kept. ``read``:
+    what the shared store held last, where there is no memory tier to hold it.
+    """
 
     body: bytes
     plan: Plan
     message: bytes = b""
     ready: Ready | None = None
+    read: Read | None = None
     tally: Tally | None = None
 
 

@@ -30,18 +30,25 @@ class Chunks:
     def __init__(self, head: bytes, body: Stream, transport: asyncio.Transport, flow: FlowControl) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._body, self._transport, self._flow = body, transport, flow
-        body.wake = self.go_on
+        body.wake = self._more
         self._send(head)
         self.go_on()
 
     def go_on(self) -> None:
         """Sends all there is, unless the caller has to catch up first."""
+        while self._more():
+            pass
+
+    def _more(self) -> bool:
+        """Sends what has come since; whether there was anything."""
+        if self._flow.write_paused or self.over.done():
+            return False
         try:
-            while not self._flow.write_paused and not self.over.done() and self._send(b""):
-                pass
+            return self._send(b"")
         except Exception as error:
             if not self.over.done():
                 self.over.set_exception(error)
+            return False
 
     def _send(self, ahead: bytes) -> bool:
         data, ended = self._body.take(), self._body.ended

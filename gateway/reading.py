@@ -186,7 +186,8 @@ class EventStream(Reading):
         self._reader = EventReader()
 
     def feed(self, data: bytes) -> None:
-        self._open()
+        if not self.flight.opened:
+            self._open()
         try:
             whole = self._reader.whole(data)
         except EventTooLarge as error:

@@ -92,9 +92,11 @@ class Shortcut:
 
     def conclude(self, caught: Caught, lookup: Lookup) -> bytes | None:
         """Like `answer`, of a lookup that is done."""
-        runtime = self._runtime
-        entry = runtime.recall.end(lookup.slot.plan.identity, lookup.call, runtime.clock.time())
-        return self._serve(caught, lookup.slot, entry, lookup.began) if entry is not None else None
+        runtime, slot = self._runtime, lookup.slot
+        read = runtime.recall.end(slot.plan.identity, lookup.call, runtime.clock.time(), slot.read)
+        if runtime.memory is None:
+            slot.read = read
+        return self._serve(caught, slot, read.entry, lookup.began) if read is not None else None
 
     def _serve(self, caught: Caught, slot: Remembered, entry: Entry, began: float) -> bytes | None:
         runtime, plan = self._runtime, slot.plan

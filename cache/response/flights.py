@@ -36,7 +36,7 @@ class Follower(Generic[Part]):
     def __init__(self, flight: Flight[Any, Part, Any]) -> None:
         self._flight = flight
         self.position = 0  # of the piece it takes next
-        self.wake: Callable[[], None] = _sleep
+        self.wake: Callable[[], object] = _sleep
 
     def take(self) -> list[Part]:
         """All that came since, in order; raises `FellBehind`, or, behind the last piece, what its producer raised."""

@@ -23,6 +23,13 @@ class Found(NamedTuple):
     tier: str
 
 
+class Read(NamedTuple):
+    """What a shared store held under a key, as bytes and as the entry that they are."""
+
+    data: bytes
+    entry: Entry
+
+
 class Recall:
     """Looks entries up. ``bad_entries`` counts what was found but not believed, by reason."""
 
@@ -71,15 +78,21 @@ class Recall:
         """Starts a lookup in the shared store without a task; None: there is no store, or it is not to be asked now."""
         return self._shared.begin_get(identity.key) if self._shared is not None else None
 
-    def end(self, identity: Identity, lookup: Future[bytes | None], now: float) -> Entry | None:
-        """What a lookup that is done has found."""
+    def end(
+        self, identity: Identity, lookup: Future[bytes | None], now: float, last: Read | None = None
+    ) -> Read | None:
+        """What a lookup that is done has found. ``last``: what the same lookup found before; equal bytes are not read
+        anew.
+        """
         data = self._shared.end_get(lookup) if self._shared is not None else None
-        return self.believe(identity, data, now) if data is not None else None
+        entry = self.believe(identity, data, now, last) if data is not None else None
+        return Read(data, entry) if data is not None and entry is not None else None
 
-    def believe(self, identity: Identity, data: bytes, now: float) -> Entry | None:
+    def believe(self, identity: Identity, data: bytes, now: float, last: Read | None = None) -> Entry | None:
         """Reads what a shared store held; what is believed moves up with the life it had left."""
         try:
-            entry = decode(data, identity.fingerprint)
+            known = last is not None and last.data == data
+            entry = last.entry if last is not None and known else decode(data, identity.fingerprint)
         except BadEntry as error:
             self.bad_entries[str(error)] += 1
             return None

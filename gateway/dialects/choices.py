@@ -155,7 +155,7 @@ class ChunkCollector(EventCollector):
         self._usage: Any = None
 
     def may_skip(self, events: bytes) -> bool:
-        if (told := events.count(b'"usage"')) and told > sum(map(events.count, _NO_USAGE)):
+        if b'"usage"' in events and events.count(b'"usage"') > sum(map(events.count, _NO_USAGE)):
             return False
         return super().may_skip(events)
 

@@ -60,7 +60,7 @@ class EventCollector(Collector):
         return piece
 
     def may_skip(self, events: bytes) -> bool:
-        return not any(map(events.__contains__, self.marks))
+        return not any(mark in events for mark in self.marks)
 
     def close(self) -> Answer:
         usage = self.usage()

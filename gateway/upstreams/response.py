@@ -58,7 +58,7 @@ class UpstreamResponse:
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.awaited = False  # a consumer waits for the next bytes right now
-        self.on_arrival: Callable[[], None] | None = None
+        self.on_arrival: Callable[[], object] | None = None
 
     @property
     def ended(self) -> bool:
