@@ -44,10 +44,12 @@ class Coalescing:
         try:
             members = await self.route(exchange, plan)
             cause = "bypass" if fwd == "bypass" else "miss"
-            for attempt in (1, 2, 3):  # a flight in the other form may bring nothing of use; then the next is tried
-                joined = self._joinable(plan) if plan.may_join and attempt < 3 else None
+            for attempt in (1, 2, 3):  # a flight may turn out to bring nothing of use; then the next is tried
+                oldest = self._oldest(plan)
+                joined = self._joinable(plan, oldest) if plan.may_join and attempt < 3 else None
                 flight = joined or self._take_off(exchange, plan, members, cause, alone=attempt == 3)
-                response = await self._follow(exchange, plan, flight, fwd, spare, collapsed=joined is not None)
+                collapsed = joined is not None
+                response = await self._follow(exchange, plan, flight, fwd, spare, oldest, collapsed=collapsed)
                 if response is not None:
                     return response
             raise UpstreamError("protocol", "no answer came in the form that was asked for", sent=True)
@@ -88,10 +90,13 @@ class Coalescing:
     def _under_way(self, plan: Plan) -> bool:
         return self._runtime.flights.get(plan.identity.fingerprint) is not None
 
-    def _joinable(self, plan: Plan) -> CallFlight | None:
-        """A flight that answers this request, no older than its caller accepts."""
+    def _oldest(self, plan: Plan) -> float | None:
+        """When a call must have begun, at the earliest, that this caller accepts (unix seconds)."""
         max_age = plan.directives.max_age
-        oldest = None if max_age is None else self._runtime.clock.time() - max_age
+        return None if max_age is None else self._runtime.clock.time() - max_age
+
+    def _joinable(self, plan: Plan, oldest: float | None) -> CallFlight | None:
+        """A flight that answers this request."""
         return self._runtime.flights.get(plan.identity.fingerprint, oldest)
 
     def _take_off(
@@ -116,15 +121,27 @@ class Coalescing:
         return flight
 
     async def _follow(
-        self, exchange: Exchange, plan: Plan, flight: CallFlight, fwd: str, spare: Spare, *, collapsed: bool
+        self,
+        exchange: Exchange,
+        plan: Plan,
+        flight: CallFlight,
+        fwd: str,
+        spare: Spare,
+        oldest: float | None,
+        *,
+        collapsed: bool,
     ) -> Response | None:
-        """The answer of a flight in this caller's form; None: it is in another form, and cannot be turned into this."""
+        """The answer of a flight in this caller's form; None: it is in another form, and cannot be turned into this, or
+        another gateway began it before ``oldest``.
+        """
         row = exchange.row
         follower = flight.join()
         handed_over = False
         try:
             head = await flight.head()
-            row.upstream, collapsed = head.upstream, collapsed or head.followed
+            if head.elsewhere is not None and oldest is not None and head.elsewhere < oldest:
+                return None
+            row.upstream, collapsed = head.upstream, collapsed or head.elsewhere is not None
             row.outcome = "coalesced" if collapsed else "bypass" if fwd == "bypass" else "miss"
             if head.status >= 500 and (kept := spare()) is not None:
                 return kept

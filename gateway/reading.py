@@ -31,9 +31,9 @@ RUN_OUT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece. ``followed``: another
-    process made the call; ``kept``: its answer is in the store already, and comes as the result alone. ``fallback``:
-    the model that stood in for the one asked for.
+    """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece. ``elsewhere``: when
+    another process began the call (unix seconds), if one did; ``kept``: its answer is in the store already, and comes
+    as the result alone. ``fallback``: the model that stood in for the one asked for.
     """
 
     status: int
@@ -41,7 +41,7 @@ class Head:
     upstream: str
     stream: bool
     whole: bool
-    followed: bool = False
+    elsewhere: float | None = None
     kept: bool = False
     fallback: str = ""
 

@@ -89,7 +89,7 @@ class Sharing:
         expires = runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)
         if freshness(max(0.0, now - entry.born), expires - now, 0.0, plan.directives) == "expired":
             return None
-        head = Head(200, [], entry.upstream, stream=False, whole=True, followed=True, kept=True)
+        head = Head(200, [], entry.upstream, stream=False, whole=True, elsewhere=entry.born, kept=True)
         flight.open(head)
         return Landed(head, Answer(entry.message, Outcome(), entry.usage), False, "")
 
@@ -123,7 +123,8 @@ def _unpacked(data: bytes) -> tuple[Head, float]:
     try:
         status, headers, upstream, stream, whole, fallback, born = orjson.loads(data)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        head = Head(int(status), pairs, str(upstream), bool(stream), bool(whole), followed=True, fallback=str(fallback))
-        return head, float(born)
+        began, stood_in = float(born), str(fallback)
+        head = Head(int(status), pairs, str(upstream), bool(stream), bool(whole), elsewhere=began, fallback=stood_in)
+        return head, began
     except (ValueError, TypeError, AttributeError):
         raise LeaderLost from None

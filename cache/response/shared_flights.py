@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -200,8 +199,8 @@ class Follow:
 
     async def _hear(self) -> list[Told]:
         """What the leader says next."""
-        shared, pause = self._shared, FIRST_LOOK
-        patient_until = time.monotonic() + shared.lease if self._read else 0.0
+        shared, pause, clock = self._shared, FIRST_LOOK, asyncio.get_running_loop().time
+        patient_until = clock() + shared.lease if self._read else 0.0
         while True:
             heard = await shared.store.call("hear", lambda: shared.leases.hear(self._name, self._leader, self._read))
             if heard is not None and heard.told:
@@ -209,7 +208,7 @@ class Follow:
                     raise LeaderLost  # a part was evicted
                 self._read = heard.told[-1].number
                 return heard.told
-            if (heard is not None and not heard.led) or (heard is None and time.monotonic() >= patient_until):
+            if (heard is not None and not heard.led) or (heard is None and clock() >= patient_until):
                 raise LeaderLost
             await asyncio.sleep(pause)
             pause = min(LAST_LOOK, pause * 1.5)

@@ -2,13 +2,15 @@
 
 Scopes are ``all``, ``tenant:T``, ``model:M``, ``namespace:T/N``, ``tag:X`` and ``key:HEX``. Hard generations are
 compared for equality, so an entry written under a generation that this process has not heard of yet is dead, never
-alive by mistake. Soft generations (scope ``~…``) make older entries stale from the moment of the purge on; they are
-compared, not timed, so that clocks of several machines need not agree. ``before@MS`` ends, and ``~before@MS`` makes
-stale, all that was born before a moment in unix milliseconds.
+alive by mistake. Soft generations (scope ``~…``) make older entries stale from the moment of the first such purge on,
+however many follow; they are compared, not timed, so that clocks of several machines need not agree. ``before@MS``
+ends, and ``~before@MS`` makes stale, all that was born before a moment in unix milliseconds.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 EVERYTHING = "all"
@@ -16,6 +18,8 @@ PULSE = "pulse"
 """A scope that nothing belongs to: raised now and then, to see that purges are heard of."""
 _BEFORE = "before@"
 _SOFT = "~"
+MARKS = 16
+"""Soft purges of one scope that are told apart; those before them are taken for one, since the first of them."""
 
 
 def scopes_of(*, key: bytes, tenant: str, namespace: str, model: str, tags: Iterable[str]) -> tuple[str, ...]:
@@ -34,53 +38,81 @@ def soft(scope: str) -> str:
     return _SOFT + scope
 
 
+class _Marks:
+    """The soft purges of one scope."""
+
+    __slots__ = ("_marks", "latest")
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[int, int]] = []
+        self.latest = 0
+
+    def add(self, limit: int, since: int) -> None:
+        """Whatever lies before ``limit`` is stale ``since`` then (unix milliseconds)."""
+        self._marks.append((limit, since))
+        self.latest = max(limit, self.latest)
+        if len(self._marks) > MARKS:
+            (one, began), (other, again) = self._marks[:2]
+            self._marks[:2] = [(max(one, other), min(began, again))]
+
+    def since(self, place: float) -> float:
+        """Since when what lies at ``place`` is stale, in unix seconds."""
+        if not self._marks:
+            return math.inf
+        return min([since for limit, since in self._marks if place < limit], default=math.inf) / 1000
+
+
 class Generations:
     """The generations this process knows of; a scope never purged is at 0."""
 
     def __init__(self) -> None:
         self._hard: dict[str, int] = {}
-        self._soft: dict[str, int] = {}
-        self._dead_before = 0.0  # unix milliseconds
-        self._stale_before = 0.0
-        self._stale_since = 0.0  # when that was decided
+        self._soft: defaultdict[str, _Marks] = defaultdict(_Marks)
+        self._dead_before = 0  # unix milliseconds
+        self._stale_before = _Marks()
         self._pulse = 0  # apart from the others, so that whoever has purged nothing pays for no comparison
 
     def learn(self, scope: str, generation: int) -> None:
         """Takes note of a purge, whether made here or heard of; generations never go back."""
-        kind = self._soft if scope.startswith(_SOFT) else self._hard
-        name = scope.removeprefix(_SOFT)
+        is_soft, name = scope.startswith(_SOFT), scope.removeprefix(_SOFT)
         if name == PULSE:
             self._pulse = max(generation, self._pulse)
-            return
-        if not name.startswith(_BEFORE):
-            kind[name] = max(generation, kind.get(name, 0))
-            return
-        moment = float(name.removeprefix(_BEFORE))
-        if kind is self._hard:
-            self._dead_before = max(self._dead_before, moment)
-        elif moment > self._stale_before:
-            self._stale_before, self._stale_since = moment, generation
+        elif name.startswith(_BEFORE):
+            moment = int(name.removeprefix(_BEFORE))
+            if is_soft:
+                self._stale_before.add(moment, generation)
+            else:
+                self._dead_before = max(self._dead_before, moment)
+        elif not is_soft:
+            self._hard[name] = max(generation, self._hard.get(name, 0))
+        elif generation > self._soft[name].latest:
+            self._soft[name].add(generation, generation)
 
     def knows(self, scope: str, generation: int) -> bool:
         """Whether this purge, or a later one of its scope, was heard of."""
-        hard = not scope.startswith(_SOFT)
-        name = scope.removeprefix(_SOFT)
+        is_soft, name = scope.startswith(_SOFT), scope.removeprefix(_SOFT)
         if name == PULSE:
             return self._pulse >= generation
         if name.startswith(_BEFORE):
-            return (self._dead_before if hard else self._stale_before) >= float(name.removeprefix(_BEFORE))
-        return (self._hard if hard else self._soft).get(name, 0) >= generation
+            return (self._stale_before.latest if is_soft else self._dead_before) >= int(name.removeprefix(_BEFORE))
+        return self._latest(name, is_soft=is_soft) >= generation
 
     def purge(self, scope: str, now: float) -> None:
         """Makes a purge that no store has numbered. ``now``: unix seconds."""
-        kind = self._soft if scope.startswith(_SOFT) else self._hard
-        self.learn(scope, max(int(now * 1000), kind.get(scope.removeprefix(_SOFT), 0) + 1))
+        is_soft, name = scope.startswith(_SOFT), scope.removeprefix(_SOFT)
+        self.learn(scope, max(int(now * 1000), self._latest(name, is_soft=is_soft) + 1))
+
+    def _latest(self, name: str, *, is_soft: bool) -> int:
+        if not is_soft:
+            return self._hard.get(name, 0)
+        marks = self._soft.get(name)
+        return marks.latest if marks is not None else 0
 
     def stamp(self, scopes: Iterable[str]) -> dict[str, int]:
         """The present generation of each scope, for an entry about to be made; soft ones only where there are any."""
         scopes = tuple(scopes)
         stamped = {scope: self._hard.get(scope, 0) for scope in scopes}
-        return stamped | {soft(scope): self._soft[scope] for scope in scopes if scope in self._soft}
+        return stamped | {soft(scope): self._soft[scope].latest for scope in scopes if scope in self._soft}
 
     def alive(self, stamped: Mapping[str, int], born: float) -> bool:
         """Whether nothing has been purged under the entry, ``born`` at a unix time in seconds, since it was stamped."""
@@ -93,10 +125,9 @@ class Generations:
 
     def fresh_until(self, stamped: Mapping[str, int], born: float, expires: float) -> float:
         """When the entry stops being fresh (unix seconds): as it ``expires``, or since a soft purge before that."""
-        if born * 1000 < self._stale_before:
-            expires = min(expires, self._stale_since / 1000)
+        expires = min(expires, self._stale_before.since(born * 1000))
         for scope in stamped if self._soft else ():
-            generation = self._soft.get(scope, 0)
-            if generation > stamped.get(soft(scope), 0):
-                expires = min(expires, generation / 1000)
+            marks = self._soft.get(scope)
+            if marks is not None:
+                expires = min(expires, marks.since(stamped.get(soft(scope), 0)))
         return expires

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache.response.tags import EVERYTHING, Generations, before, scopes_of, soft
+from cache.response.tags import EVERYTHING, MARKS, Generations, before, scopes_of, soft
 
 SCOPES = scopes_of(key=b"\x01" * 16, tenant="t1", namespace="n", model="m1", tags=("a", "b"))
 
@@ -95,3 +95,24 @@ def test_before_ends_or_softens_all_that_is_older_than_a_moment() -> None:
     assert generations.alive(stamped, 51)
     assert generations.fresh_until(stamped, 51, expires=200) == 70
     assert generations.fresh_until(stamped, 61, expires=200) == 200
+
+
+@pytest.mark.parametrize("scope", [soft("tag:a"), soft(before(95))])
+def test_what_is_stale_is_not_made_fresher_by_purging_it_softly_again(scope: str) -> None:
+    """Else it could be served stale for ever."""
+    generations = Generations()
+    stamped = generations.stamp(SCOPES)
+    generations.learn(scope, 100_000)
+    between = generations.stamp(SCOPES)
+    for later in range(MARKS + 5):
+        generations.learn(scope if "before" not in scope else soft(before(96 + later)), 101_000 + later)
+        assert generations.fresh_until(stamped, 90, expires=200) == 100
+    assert generations.fresh_until(between, 95.5, expires=200) <= 101, "of many purges the first count as one"
+
+
+def test_purges_in_another_order_come_to_the_same() -> None:
+    generations = Generations()
+    stamped = generations.stamp(SCOPES)
+    generations.learn(soft(before(60)), 70_000)
+    generations.learn(soft(before(50)), 65_000)
+    assert [generations.fresh_until(stamped, born, expires=200) for born in (49, 55, 61)] == [65, 70, 200]

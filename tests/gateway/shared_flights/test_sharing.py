@@ -116,6 +116,20 @@ class TestSharing:
             assert text(await two.gateway.chat(B, cache_control="max-age=9")) == "ans-2"
             await first
 
+    async def test_who_joins_a_call_here_minds_when_it_began_there(
+        self, gateway: Gateway, u: StubUpstream, clock: FakeClock
+    ) -> None:
+        u.always(slow())
+        async with gateway() as one, gateway() as two:
+            first = asyncio.create_task(one.gateway.chat(B))
+            await u.wait_calls(1)
+            clock.advance(10)
+            second = asyncio.create_task(two.gateway.chat(B))
+            while not two.gateway.app.runtime.flights:
+                await asyncio.sleep(0.01)
+            assert text(await two.gateway.chat(B, cache_control="max-age=9")) == "ans-2"
+            assert [text(await told) for told in (first, second)] == ["ans-1", "ans-1"]
+
     async def test_a_stale_entry_is_renewed_once_for_all_gateways(
         self, start: Start, u: StubUpstream, clock: FakeClock, redis_cache: dict[str, Any]
     ) -> None:
