@@ -52,8 +52,11 @@ class Memo:
         return slot
 
     def put(self, scope: Scope, body: bytes, plan: Plan) -> None:
-        """Remembers the plan of a body."""
+        """Remembers the plan of a body; what is known of it already stays, with the answer made ready for it."""
         key = (scope, xxh3_64_intdigest(body))
+        known = self._slots.get(key)
+        if known is not None and known.body == body:
+            return
         self._slots[key] = Remembered(body, plan)
         for gone in self._policy.insert(key, 3 * len(body) + _OVERHEAD):
             del self._slots[gone]

@@ -16,6 +16,7 @@ wrk.path = "/v1/chat/completions"
 wrk.headers["Content-Type"] = "application/json"
 wrk.headers["Authorization"] = "Bearer bench"
 wrk.body = io.open("{body}", "rb"):read("*a")
+{more}
 """
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -42,7 +43,8 @@ def measure(server: Server, body: bytes, connections: int, seconds: int, folder:
     """Drives a server for some seconds; raises SystemExit when it answers anything but 2xx."""
     payload, script = folder / "body.json", folder / "post.lua"
     payload.write_bytes(body)
-    script.write_text(_SCRIPT.format(body=payload))
+    more = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in server.headers)
+    script.write_text(_SCRIPT.format(body=payload, more=more))
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "30s", "--latency", "-s", str(script)]
     command.append(f"http://127.0.0.1:{server.port}/")
     if cpu is not None:

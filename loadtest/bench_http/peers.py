@@ -1,7 +1,9 @@
-"""Other gateways to be compared with, each from a virtual environment of its own.
+"""Other gateways to be compared with, each from an environment of its own.
 
 python -m venv peers && peers/bin/pip install 'litellm[proxy]' sglang-router
 python -m loadtest.bench_http --against litellm --venv peers --only hit,plain,stream
+npm install --prefix portkey @portkey-ai/gateway
+python -m loadtest.bench_http --against portkey --venv portkey --only plain,stream
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from loadtest.bench_http.servers import Server, family, free_port, process
 
 Peer = Callable[[Path, Path, int, str | None], AbstractContextManager[Server]]
-"""Starts one from its venv: the venv, a folder to use, the upstream's port, the CPU to be pinned to."""
+"""Starts one from its environment: where that is, a folder to use, the upstream's port, the CPU to be pinned to."""
 
 
 @contextlib.contextmanager
@@ -46,4 +48,15 @@ def sglang_router(venv: Path, folder: Path, upstream_port: int, cpu: str | None)
         yield Server(port, tuple(family(running.pid)))
 
 
-PEERS: dict[str, Peer] = {"litellm": litellm, "sglang-router": sglang_router}
+@contextlib.contextmanager
+def portkey(prefix: Path, folder: Path, upstream_port: int, cpu: str | None) -> Iterator[Server]:
+    """Portkey's gateway on Node.js; its response cache is not part of what is open."""
+    port = free_port()
+    start = prefix / "node_modules" / "@portkey-ai" / "gateway" / "build" / "start-server.js"
+    address = f"http://127.0.0.1:{upstream_port}/v1"
+    with process(["node", str(start), "--headless", f"--port={port}"], port, "/", cpu, patience=60) as running:
+        headers = (("x-portkey-provider", "openai"), ("x-portkey-custom-host", address))
+        yield Server(port, tuple(family(running.pid)), headers)
+
+
+PEERS: dict[str, Peer] = {"litellm": litellm, "sglang-router": sglang_router, "portkey": portkey}

@@ -44,10 +44,11 @@ _PASSED = "proxy_buffering off;"
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: where it listens, and the processes whose CPU time it costs."""
+    """A running server: where it listens, the processes whose CPU time it costs, and headers that it needs."""
 
     port: int
     pids: tuple[int, ...]
+    headers: tuple[tuple[str, str], ...] = ()
 
     def cpu_seconds(self) -> float:
         """User and system time of its processes so far."""
@@ -91,7 +92,9 @@ def nginx(folder: Path, upstream_port: int, cpu: str | None, *, cached: bool) ->
 
 @contextlib.contextmanager
 def gateway(folder: Path, upstream_port: int, cpu: str | None, **cache: object) -> Iterator[Server]:
-    """One gateway worker with a key, limits and every counter on."""
+    """One gateway worker with a key, limits and every counter on; without a hold-out, since a hit that is held out is
+    a miss.
+    """
     port = free_port()
     folder.mkdir()
     config = {
@@ -100,7 +103,7 @@ def gateway(folder: Path, upstream_port: int, cpu: str | None, **cache: object) 
         "tenants": [
             {"name": "t", "keys": ["env:BENCH_KEY"], "limits": {"requests_per_minute": 10**9, "concurrent": 10**6}}
         ],
-        "cache": {"disk": "off", **cache},
+        "cache": {"disk": "off", "holdout": 0, **cache},
         "ledger": {"path": str(folder / "ledger.db")},
     }
     path = folder / "warmgate.yaml"
