@@ -4,6 +4,7 @@ nobody else.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from typing import Any
@@ -22,7 +23,8 @@ class Keeping:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._kept: list[tuple[bytes, float]] = []  # of earlier rounds, in the store: key, and until when
+        self._kept = (b"", 0.0)  # by the round before, in the store: its key, and until when
+        self._litter: list[bytes] = []  # keys in the store that the next round deletes
         self._leaks: dict[str, list[str]] = {}
 
     async def look(self, store: GuardedStore | None) -> list[Light]:
@@ -59,42 +61,41 @@ class Keeping:
             await self._ask_others(aside, "memory", body, first)
             return green(name)
         finally:
-            for tenant, model in ((ONE, ONE), (OTHER, ONE), (ONE, OTHER)):
-                self._runtime.memory.delete(aside.plan(tenant, {**body, "model": model}).identity.key)
+            for key in _keys(aside, body):
+                self._runtime.memory.delete(key)
 
     async def _store(self, store: GuardedStore | None) -> Light:
         if store is None:
             return grey("disk", "neither disk nor Redis is configured", "cache.disk")
         name = store.name
         aside, body = Aside(self._runtime, store=store), question()
-        identity = aside.plan(ONE, body).identity
+        plan = aside.plan(ONE, body)
         first = await aside.ask(ONE, body)
         if (fault := _not_kept(aside, name, body, first)) is not None:
             return fault
-        await aside.runtime.keeper.written(identity.key)
-        before = await self._forget(store)
+        await aside.runtime.keeper.written(plan.identity.key)
+        before = await self._tidy(store)
         again = await aside.ask(ONE, body)
         if not again.hit or again.said != first.said:
-            self._kept = []  # what becomes of it is told by this very light
+            self._kept = (b"", 0.0)  # that it is gone, too, is told by this very light
             return red(name, *_trouble(store))
         gone = before is not None and await store.get(before) is None
         await self._ask_others(aside, name, body, first)
-        plan = aside.plan(ONE, body)
-        self._kept.append((identity.key, self._runtime.clock.time() + plan.lifetime.kept))
+        self._litter = [key for key in (before, *_keys(aside, body)) if key not in (None, plan.identity.key)]
+        self._kept = (plan.identity.key, self._runtime.clock.time() + plan.lifetime.kept)
         if gone:
             cause = "what was kept a round ago is gone: evicted for want of memory, or flushed"
             return red(name, cause, "cache.disk.max_bytes" if name == "disk" else "Redis: maxmemory, maxmemory-policy")
         return green(name)
 
-    async def _forget(self, store: GuardedStore) -> bytes | None:
-        """Deletes what earlier rounds have kept, but for the last of them, which is returned if it should be there.
-        Where a store writes behind, this waits until it has.
+    async def _tidy(self, store: GuardedStore) -> bytes | None:
+        """Deletes what earlier rounds have left, but for the answer that the last of them has kept; returns its key if
+        it should still be there. Where a store writes behind, this waits until it has written.
         """
-        *older, last = self._kept or [(secrets.token_bytes(16), 0.0)]
-        for key, _ in older or [(secrets.token_bytes(16), 0.0)]:
-            await store.delete(key)
-        self._kept = [last] if last[1] > self._runtime.clock.time() else []
-        return last[0] if self._kept else None
+        await asyncio.gather(*(store.delete(key) for key in self._litter or [secrets.token_bytes(16)]))
+        self._litter = []
+        key, until = self._kept
+        return key if until > self._runtime.clock.time() else None
 
     async def _ask_others(self, aside: Aside, tier: str, body: dict[str, Any], first: Told) -> None:
         """Notes who else is given the answer, by the short path or the full one."""
@@ -106,6 +107,12 @@ class Keeping:
             short = aside.shortcut.answer(caught, request.body) if caught is not None else None
             if short is not None or (await aside.ask(tenant, asked)).said == first.said:
                 found.append(name)
+
+
+def _keys(aside: Aside, body: dict[str, Any]) -> list[bytes]:
+    """Of a canary, and of those that look for its answer under another tenant and another model."""
+    asked = ((ONE, body), (OTHER, body), (ONE, {**body, "model": OTHER}))
+    return [aside.plan(tenant, each).identity.key for tenant, each in asked]
 
 
 def question() -> dict[str, Any]:

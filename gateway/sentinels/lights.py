@@ -78,9 +78,11 @@ class Board:
         """As the last round found them."""
         return [light for light, _ in self._lights.values()]
 
-    def turn_off(self) -> None:
-        """No more rounds are made."""
-        self.every, self._at, self._lights = None, None, {}
+    def be_due_every(self, seconds: float | None) -> None:
+        """How often rounds are made from now on; with None, nothing is known any more."""
+        self.every = seconds
+        if seconds is None:
+            self._at, self._lights = None, {}
 
     def show(self, lights: Iterable[Light], spent: Counter[str], now: float) -> list[Light]:
         """A round has ended at ``now`` (unix seconds), and ``spent`` so many upstream requests and tokens. Returns the

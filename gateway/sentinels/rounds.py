@@ -42,9 +42,8 @@ class Sentinels:
         try:
             while True:
                 settings = self._runtime.config.sentinels
-                if settings is None:
-                    self._runtime.board.turn_off()
-                elif clock.monotonic() >= due:
+                self._runtime.board.be_due_every(settings.every if settings is not None else None)
+                if settings is not None and clock.monotonic() >= due:
                     due = clock.monotonic() + settings.every
                     await self.round()
                 await asyncio.sleep(TICK)
@@ -74,7 +73,6 @@ class Sentinels:
             self._computing = {name: self._computing.get(name) or Computing(name) for name in names}
             looks = (_lit(self._computing[m.name].look(runtime, m, spent), "prefix", m.name) for m in watched)
             lights += [light for found in await asyncio.gather(*looks) for light in found]
-        runtime.board.every = settings.every
         for light in runtime.board.show(lights, spent, runtime.clock.time()):
             where = " ".join(filter(None, light.place))
             if light.state == "red":

@@ -6,6 +6,7 @@ import asyncio
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 
 from gateway.dashboard import overview
 from gateway.ledger import OUTCOMES, Call, Row
+from gateway.sentinels import Light
 from loadtest.stub_upstream import StubUpstream
 from tests.harness import Running, running_gateway, upstream
 
@@ -48,9 +50,10 @@ async def gateway(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     for name, (length, step, _) in overview.RANGES.items():
         monkeypatch.setitem(overview.RANGES, name, (length, step, 0.5))
     monkeypatch.setattr("gateway.dashboard.routes._FRESH", 0.05)
+    monkeypatch.setattr("gateway.sentinels.rounds.FIRST", 1e9)
     async with (
         StubUpstream(models=("m1",)) as u,
-        running_gateway({"upstreams": [upstream(u.url, models=["m1"])]}) as running,
+        running_gateway({"upstreams": [upstream(u.url, models=["m1"])], "sentinels": {}}) as running,
     ):
         yield running
 
@@ -158,6 +161,50 @@ async def test_hostile_names_are_shown_as_text(browser: Browser, gateway: Runnin
         assert await page.locator("main img").count() == 0
 
 
+def light_up(gateway: Running, *lights: Light) -> None:
+    """As if a round had found this."""
+    spent = Counter(requests=4, prompt=760, cached=256, output=4)
+    gateway.app.runtime.board.show(lights, spent, time.time())
+
+
+RED = Light("events", "red", "none arrive", "upstreams[].kv_events", upstream="vllm-a")
+
+
+async def test_sentinels_stay_in_the_background_until_something_fails_silently(
+    browser: Browser, gateway: Running
+) -> None:
+    async with opened(browser, f"{gateway.url}/dashboard?range=15m") as page:
+        await expect(page.locator("#empty")).to_be_visible()
+        card, notice = page.locator("#sentinels-card"), page.locator("#notice")
+        await expect(card).to_contain_text("No round has been made yet")
+        light_up(gateway, Light("memory", "green"), Light("salt", "grey", "no salts are sent"))
+        await expect(card.locator(".lights li")).to_have_count(2)
+        await expect(card).to_contain_text("costs upstreams 240 requests and 45.6K prompt tokens an hour")
+        await expect(notice).to_be_hidden()
+        light_up(gateway, Light("memory", "green"), RED)
+        await expect(notice).to_contain_text("events vllm-a")
+        await expect(card.locator(".alarms li")).to_have_text(re.compile("red.*none arrive.*upstreams\\[\\].kv_events"))
+        await expect(card.locator(".lights li")).to_have_text("memory: works")
+        light_up(gateway, Light("memory", "green"), Light("events", "green", upstream="vllm-a"))
+        await expect(notice).to_be_hidden()
+        await expect(card.locator(".alarms li")).to_have_count(0)
+
+
+async def test_what_an_upstream_is_called_or_says_cannot_act_on_the_page_of_its_light(
+    browser: Browser, gateway: Running
+) -> None:
+    light_up(
+        gateway,
+        Light("prefix", "red", HOSTILE, HOSTILE, upstream=HOSTILE),
+        Light("tier", "green", "", "", "u", HOSTILE),
+    )
+    async with opened(browser, f"{gateway.url}/dashboard") as page:
+        await expect(page.locator(".alarms li strong")).to_have_text(f"prefix {HOSTILE}")
+        await expect(page.locator(".lights li")).to_contain_text(HOSTILE)
+        assert await page.evaluate("window.hacked") is None
+        assert await page.locator("main img").count() == 0
+
+
 async def test_light_and_dark_by_wish_and_by_button(browser: Browser, gateway: Running) -> None:
     fill(gateway)
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -174,6 +221,7 @@ async def test_light_and_dark_by_wish_and_by_button(browser: Browser, gateway: R
 
 async def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Browser, gateway: Running) -> None:
     fill(gateway)
+    light_up(gateway, RED, Light("memory", "green"))
     async with opened(browser, f"{gateway.url}/dashboard?range=15m", PHONE) as page:
         await expect(tile(page, "Requests")).to_be_visible()
         await expect(page.locator("#recent tbody tr")).to_have_count(8)
@@ -223,6 +271,7 @@ async def test_a_locked_dashboard_opens_with_the_admin_key_and_for_a_tenant_with
     config = {
         "upstreams": [],
         "engine": "off",
+        "sentinels": {},
         "admin": {"key": "env:ADMIN"},
         "tenants": [{"name": "t0", "keys": ["env:T0"]}],
     }
@@ -237,6 +286,7 @@ async def test_a_locked_dashboard_opens_with_the_admin_key_and_for_a_tenant_with
             await page.locator("#key").fill("key-ADMIN")
             await page.keyboard.press("Enter")
             await expect(tile(page, "Requests")).to_have_text("8")
+            await expect(page.locator("#sentinels-card")).to_be_visible()
             assert await page.evaluate("localStorage.length") == 0  # the key is in this tab only
             await page.get_by_role("button", name="Lock").click()
             await expect(dialog).to_be_visible()
@@ -246,6 +296,7 @@ async def test_a_locked_dashboard_opens_with_the_admin_key_and_for_a_tenant_with
             await expect(tile(page, "Requests")).to_have_text("4")
             await expect(page.locator("#whose")).to_have_text("tenant t0")
             await expect(page.locator("#upstreams-card")).to_be_hidden()
+            await expect(page.locator("#sentinels-card")).to_be_hidden()
             await expect(page.locator("#tenant-pick")).to_be_hidden()
 
 
@@ -272,7 +323,9 @@ async def test_nothing_stands_in_the_way_of_anyone(
         await page.evaluate(AXE.read_text())
         assert await _faults(page) == []
         fill(gateway)
+        light_up(gateway, RED, Light("memory", "green"), Light("salt", "grey", "no salts are sent"))
         await expect(page.locator("#recent tbody tr")).to_have_count(8)
+        await expect(page.locator(".alarms li")).to_have_count(1)
         await page.locator("#chart-hits").get_by_role("button", name="Table").click()
         assert await _faults(page) == []
 

@@ -76,7 +76,8 @@ function draw(data) {
   show($("whose"), !operator);
   $("whose").textContent = operator ? "" : `tenant ${data.viewer.tenant}`;
   show($("leave"), Boolean(key.get()));
-  notice(data.ledger.problem ? `The ledger cannot be written (${data.ledger.problem}). Requests are served all the same; what is counted waits in memory.` : "");
+  watch(operator ? data : null);
+  notice(data.ledger.problem ? `The ledger cannot be written (${data.ledger.problem}). Requests are served all the same; what is counted waits in memory.` : operator ? alarm(data) : "");
   choose(form.elements.tenant, data.choices.tenants, "All tenants");
   choose(form.elements.model, data.choices.models, "All models");
   if (empty) return greet(data);
@@ -100,6 +101,20 @@ function draw(data) {
   show($("questions-card"), data.questions.length > 0);
   $("questions").replaceChildren(parts.questions(data));
   $("recent-note").textContent = data.total.hits ? "of hits a sample, of all others each" : "";
+}
+
+/* What fails silently is the operator's business, on an empty page as well. */
+function watch(data) {
+  const on = data !== null && data.sentinels.state !== "off";
+  show($("sentinels-card"), on);
+  if (!on) return;
+  $("sentinels").replaceChildren(parts.sentinels(data));
+  $("sentinels-note").textContent = parts.sentinelsNote(data);
+}
+
+function alarm(data) {
+  const red = data.sentinels.lights.filter((light) => light.state === "red").map(parts.lightName);
+  return red.length ? `Something fails silently: ${red.join(", ")}. See Sentinels below for the likely cause.` : "";
 }
 
 function drawTimes(data) {
@@ -154,7 +169,7 @@ $("lock-form").addEventListener("submit", () => {
   $("key").value = "";
   follow();
 });
-$("leave").addEventListener("click", () => { key.forget(); form.reset(); show($("filled"), false); follow(); });
+$("leave").addEventListener("click", () => { key.forget(); form.reset(); show($("filled"), false); watch(null); notice(""); follow(); });
 $("copy").addEventListener("click", async () => {
   await navigator.clipboard.writeText($("snippet").textContent);
   $("copy").textContent = "Copied";

@@ -80,6 +80,25 @@ function fact(name, value, bar = null, more = "") {
   return h("div", {}, h("div", { className: "row" }, h("span", {}, name), h("span", {}, value)), bar, more ? h("span", { className: "sub" }, more) : null);
 }
 
+/* Red ones with what to do about them, then all others as a row of lights. */
+export function sentinels({ sentinels: { lights, at } }) {
+  if (at === null) return h("p", { className: "none" }, "No round has been made yet.");
+  const red = lights.filter((l) => l.state === "red");
+  return h("div", {}, red.length ? h("ul", { className: "alarms" }, red.map((l) => h("li", {},
+    h("span", { className: "badge bad" }, "red"), h("strong", {}, lightName(l)), h("span", {}, l.cause),
+    h("span", { className: "sub" }, `since ${moment(l.since)}`, l.setting ? " · look at " : null, l.setting ? h("code", {}, l.setting) : null)))) : null,
+  h("ul", { className: "lights" }, lights.filter((l) => l.state !== "red").map((l) => h("li", { title: l.state === "green" ? l.means : l.cause },
+    h("i", { className: `light ${l.state}`, "aria-hidden": "true" }), lightName(l), h("span", { className: "unseen" }, l.state === "green" ? ": works" : `: ${l.cause}`)))));
+}
+
+export function sentinelsNote({ sentinels: { every, at, cost } }) {
+  const { requests, prompt } = cost.per_hour;
+  const spent = requests ? `costs upstreams ${count(requests)} requests and ${count(prompt)} prompt tokens an hour, in no other figure` : "costs upstreams nothing";
+  return `a round every ${seconds(every)}${at === null ? "" : `, the last at ${moment(at, true)}`} · ${spent}`;
+}
+
+export function lightName(l) { return [l.name, l.upstream, l.tier].filter(Boolean).join(" "); }
+
 export function reasons(data) { return bars(data.reasons, (r) => [mark(r.outcome, r.reason), r.count, `k-${r.outcome}`], "Everything could be cached."); }
 export function questions(data) { return bars(data.questions, (q) => [h("span", {}, q.prompt), q.count, ""], ""); }
 
