@@ -26,8 +26,8 @@ from policies.freshness import Directives, Lifetime, parse_cache_control
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _MAX_TAGS = 16
-_MAX_RULES = 4096
-"""Remembered; callers choose the names of models."""
+_MAX_NAMES = 4096
+"""Models remembered; callers choose their names."""
 _NO_SETTINGS = TenantCache()
 NOWHERE = Identity(b"", b"")
 """The identity of a request that takes no part in the cache: making one costs more than passing the request on."""
@@ -119,10 +119,19 @@ class Planner:
         self._revisions = {alias.target: alias.revision or "" for alias in config.models.values()}
         self._tenants = {tenant.name: tenant.cache for tenant in config.tenants}
         self._salts: dict[str, str] = {}
+        self._models: dict[str, Model] = {}
         self._rules: dict[tuple[str, str, str], _Rule] = {}
 
     def model(self, name: str) -> Model:
         """What a model name stands for."""
+        found = self._models.get(name)
+        if found is None:
+            if len(self._models) >= _MAX_NAMES:
+                self._models.clear()
+            found = self._models[name] = self._model(name)
+        return found
+
+    def _model(self, name: str) -> Model:
         alias = self._config.models.get(name)
         if alias is None:
             return Model(name, name, self._revisions.get(name, ""))
@@ -156,17 +165,10 @@ class Planner:
         ask = dialect.ask(body)
         verdict = judge(ask, sampled=sampled, opted_in=opted_in)
         temperature_zero = ask.always_deterministic or (ask.temperature is not None and ask.temperature == 0)
-        scope = Scope(
-            dialect=dialect.name,
-            tenant=caller.tenant,
-            namespace=namespace,
-            model=model.target,
-            revision=model.revision,
-            vary=varying(request, dialect),
-        )
-        included = {**body, "model": model.target}
         try:
-            identity = identify(scope, included, dialect.excluded) if verdict.cacheable else NOWHERE
+            identity = (
+                self._identity(request, dialect, caller, body, model, namespace) if verdict.cacheable else NOWHERE
+            )
             outgoing = self._outgoing(request.body, body, model, dialect, caller.tenant)
         except BadBody as error:
             raise BadRequest(str(error)) from None
@@ -185,6 +187,25 @@ class Planner:
             repeatable=not ask.side_effects,
             outgoing=outgoing,
         )
+
+    def _identity(
+        self,
+        request: Request,
+        dialect: Dialect,
+        caller: Caller,
+        body: Mapping[str, Any],
+        model: Model,
+        namespace: str,
+    ) -> Identity:
+        scope = Scope(
+            dialect=dialect.name,
+            tenant=caller.tenant,
+            namespace=namespace,
+            model=model.target,
+            revision=model.revision,
+            vary=varying(request, dialect),
+        )
+        return identify(scope, {**body, "model": model.target}, dialect.excluded)
 
     def instead(self, plan: Plan, model: Model) -> Plan:
         """The same request to another model."""
@@ -212,7 +233,7 @@ class Planner:
         key = (tenant, model.name, path)
         rule = self._rules.get(key)
         if rule is None:
-            if len(self._rules) >= _MAX_RULES:
+            if len(self._rules) >= _MAX_NAMES:
                 self._rules.clear()
             rule = self._rules[key] = _Rule(self._config.cache, own, tenant, model, path)
         return rule

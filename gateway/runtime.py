@@ -42,7 +42,7 @@ from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.pool import Pool
 from gateway.upstreams.router import Router
 from gateway.upstreams.watch import Watch
-from policies.pricing import PriceError, PriceTable, tokens
+from policies.pricing import PriceError, PriceTable
 from policies.retry import Retries
 
 log = logging.getLogger(__name__)
@@ -169,9 +169,7 @@ class Runtime:
 
     def _spent(self, call: Call) -> None:
         """An upstream call has ended."""
-        self.ledger.spent(call)
-        price, used = self.prices.price(call.model), tokens(call.usage)
-        cost = price.of(used) if price is not None and used is not None else None
+        cost = self.ledger.spent(call)
         if cost:
             self.usages.of(call.tenant).spend(cost)
 

@@ -116,8 +116,8 @@ class Book:
             self._hits_kept += 1
             self._keep(replace(tally.row, at=at, latency=latency, ttft=latency, request_id=request_id))
 
-    def spent(self, call: Call) -> None:
-        """Counts an upstream call that has ended."""
+    def spent(self, call: Call) -> int | None:
+        """Counts an upstream call that has ended; what it cost in pico-dollars, None where unknown."""
         self._turn_to(call.at)
         count = self._counters(self._group(call))
         used, cost = self._worth.of(call.usage, call.model)
@@ -125,7 +125,7 @@ class Book:
         _add_or_note(count, cost, c.COST_PICO, c.UNKNOWN_COST)
         if used is None:
             count[c.UNKNOWN_USAGE] += 1
-            return
+            return cost
         count[c.OUTPUT] += used.output
         count[c.CACHE_WRITE] += used.cache_write
         if used.cached is None:
@@ -133,6 +133,7 @@ class Book:
         else:
             count[c.CACHED] += used.cached
             count[c.COMPUTED] += used.prompt - used.cached
+        return cost
 
     def tear_off(self) -> Pages:
         """All that has been counted since the last time; it is the caller's now."""

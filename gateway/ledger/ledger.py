@@ -57,7 +57,7 @@ class Ledger:
         self.record: Callable[[Row], None] = self._book.record
         self.tally: Callable[[Row], Tally] = self._book.tally
         self.hit: Callable[[Tally, float, float, str], None] = self._book.hit
-        self.spent: Callable[[Call], None] = self._book.spent
+        self.spent: Callable[[Call], int | None] = self._book.spent
         self.worker = f"{os.getpid()}-{secrets.token_hex(2)}"
         self.problem = ""
         self._vitals: Callable[[], str] = lambda: "{}"
