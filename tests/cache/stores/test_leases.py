@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -111,3 +111,40 @@ async def test_everything_expires(store: RedisStore, leases: Leases) -> None:
     await leases.board(NAME, b"b", 0.2)
     await asyncio.sleep(0.3)
     assert await store.client.execute(b"KEYS", leases._prefix + b"*") == []
+
+
+async def test_a_redis_that_is_gone_is_said_by_every_command_and_when_it_is_back_nobody_leads() -> None:
+    with redis_server() as server:
+        store = RedisStore(server.url, "gone", timeout=0.5)
+        await store.open()
+        leases = store.leases
+        try:
+            assert await leases.board(NAME, b"a", 60) == b"a"
+            server.kill()
+            commands: list[Callable[[], Awaitable[object]]] = [
+                lambda: leases.board(NAME, b"b", 60),
+                lambda: leases.renew(NAME, b"a", 60, 60),
+                lambda: leases.tell(NAME, b"a", Told(1, b"p", b"x"), 60),
+                lambda: leases.hear(NAME, b"a", 0),
+                lambda: leases.leave(NAME, b"a"),
+                lambda: leases.end(NAME, b"a", anyway=True, stored=0),
+            ]
+            for command in commands:
+                with pytest.raises(StoreError):
+                    await command()
+            server.restart()
+            await until_it_answers(store)
+            assert await leases.renew(NAME, b"a", 60, 60) == -1, "what it held is lost"
+            assert await leases.board(NAME, b"b", 60) == b"b"
+        finally:
+            await store.close()
+
+
+async def until_it_answers(store: RedisStore) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await store.get(b"x")
+                return
+            except StoreError:
+                await asyncio.sleep(0.05)
