@@ -89,6 +89,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--int8-decode", action="store_true", help="decode with int8 weights: faster, a little less exact")
     top.add_argument("--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="never reuse a prefix")
     top.add_argument(
+        "--speculate",
+        choices=("auto", "on", "off"),
+        default=default.speculate,
+        help="verify guessed tokens several at once; on: also for a lone float32 sequence, with --batch-invariant",
+    )
+    top.add_argument(
         "--batch-invariant", action="store_true", help="numbers independent of the batch's size; slower when few run"
     )
     top.add_argument(

@@ -1,8 +1,10 @@
-"""Runs a scheduler's step on the model: one forward pass per prefill chunk, one for all decodes together.
+"""Runs a scheduler's step on the model: one forward pass per prefill chunk, one for all decodes and drafts together.
 
-A chunk has a pass of its own so that its arithmetic never depends on its neighbours in the batch. Decode batches of two
-and more are padded to `_LEAST_ROWS` rows, below which matrix libraries choose other (and slower) kernels; with
-`batch_invariant` also a lone row is, so that a sequence's numbers never depend on how many others decode beside it.
+A chunk has a pass of its own so that its arithmetic never depends on its neighbours in the batch. Decode batches are
+padded to multiples of `_ROWS` rows: for other numbers matrix libraries choose other (and often slower) kernels, also
+when they share the rows out among threads. A lone float32 row is not padded, as that would cost it a third of its
+speed, but with `batch_invariant` it is, so that a sequence's numbers never depend on how many others decode beside it.
+The tokens of a draft are rows like those of other sequences, each attending as if it were decoded alone.
 """
 
 from __future__ import annotations
@@ -13,34 +15,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kv.pool import BlockTable, KVPool
+from engine.kv.pool import KVPool
 from engine.model.llama import Llama
 from engine.scheduler import Chunk, Step
 from engine.sequence import Sequence
 
-_LEAST_ROWS = 4
+_ROWS = 4
 
 
 class Runner:
     """Executes steps: writes KV to the pool and gives the logits of sequences that await a token."""
 
     def __init__(self, model: Llama, pool: KVPool, *, batch_invariant: bool = False) -> None:
-        self._model, self._pool, self._batch_invariant = model, pool, batch_invariant
+        self._model, self._pool = model, pool
+        self._lone_rows = model.int8_decode or (model.dtype == torch.float32 and not batch_invariant)
         self.prefill_seconds = 0.0
         """How long the prefills of the last step took."""
+        self.decode_seconds = 0.0
+        """How long its decodes took."""
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[tuple[Sequence, Tensor]]:
-        """Computes the step. Returns (sequence, float32 logits [vocab] on the CPU) for each that now needs a token."""
+        """Computes the step. Returns (sequence, float32 logits on the CPU) for each that now needs a token.
+
+        The logits are [1 + drafted, vocab]: after the last token, then after each token of the draft.
+        """
         results: list[tuple[Sequence, Tensor]] = []
+        began = time.perf_counter()
         if step.decodes:
             rows = zip(step.decodes, self._decode(step.decodes), strict=True)
             results += [(sequence, row) for sequence, row in rows if sequence.computed + 1 == len(sequence.tokens)]
+            self.decode_seconds = time.perf_counter() - began
         began = time.perf_counter()
         for chunk in step.prefills:
             hidden = self.prefill(chunk)
             if chunk.end == len(chunk.sequence.tokens):
-                results.append((chunk.sequence, self._model.logits(hidden[-1:])[0].cpu()))
+                results.append((chunk.sequence, self._model.logits(hidden[-1:]).cpu()))
         self.prefill_seconds = time.perf_counter() - began
         return results
 
@@ -51,13 +61,18 @@ class Runner:
         ids, positions = self._rows(sequence.tokens[start:end], range(start, end))
         return self._model.hidden(ids, positions, _PrefillAttention(self._pool, sequence.blocks, start, end))
 
-    def _decode(self, sequences: list[Sequence]) -> Tensor:
-        alone = len(sequences) == 1 and not self._batch_invariant
-        padding = 0 if alone else max(0, _LEAST_ROWS - len(sequences))
-        tokens = [s.tokens[s.computed] for s in sequences] + [0] * padding
-        ids, positions = self._rows(tokens, [s.computed for s in sequences] + [0] * padding)
-        hidden = self._model.hidden(ids, positions, _DecodeAttention(self._pool, sequences, padding), decode=True)
-        return self._model.logits(hidden[: len(sequences)], decode=True).cpu()
+    def padded(self, rows: int) -> int:
+        """How many rows a decode pass for so many has."""
+        return 1 if rows == 1 and self._lone_rows else -(-rows // _ROWS) * _ROWS
+
+    def _decode(self, sequences: list[Sequence]) -> list[Tensor]:
+        sizes = [1 + len(s.draft) for s in sequences]
+        padding = [0] * (self.padded(sum(sizes)) - sum(sizes))
+        tokens = [token for s in sequences for token in (s.tokens[s.computed], *s.draft)]
+        places = [s.computed + at for s, size in zip(sequences, sizes, strict=True) for at in range(size)]
+        ids, positions = self._rows(tokens + padding, places + padding)
+        hidden = self._model.hidden(ids, positions, _DecodeAttention(self._pool, sequences, len(padding)), decode=True)
+        return list(self._model.logits(hidden, decode=True)[: sum(sizes)].cpu().split(sizes))
 
     def _rows(self, tokens: list[int], positions: range | list[int]) -> tuple[Tensor, Tensor]:
         device = self._model.device
@@ -87,19 +102,25 @@ class _PrefillAttention:
 
 
 class _DecodeAttention:
-    """Attention of one row per sequence, each over its own tokens; padding rows see nothing."""
+    """Attention of the rows of each sequence, each row over what is before it alone; padding rows see nothing."""
 
     def __init__(self, pool: KVPool, sequences: list[Sequence], padding: int) -> None:
-        self._pool, self._count = pool, len(sequences)
-        self._padding = padding
-        self._tables: list[BlockTable] = [pool.table(s.blocks, s.computed + 1) for s in sequences]
-        self._slots = torch.cat([pool.slots(s.blocks, s.computed, s.computed + 1) for s in sequences])
+        self._pool, self._padding = pool, padding
+        ends = [(s, s.computed + 1, s.computed + 1 + len(s.draft)) for s in sequences]
+        self._seen = [(pool.table(s.blocks, last), range(first, last + 1)) for s, first, last in ends]
+        self._slots = torch.cat([pool.slots(s.blocks, first - 1, last) for s, first, last in ends])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._pool.write(layer, self._slots, k[: self._count], v[: self._count])
-        rows = [_attend(q[i : i + 1], *self._pool.read(layer, table), None) for i, table in enumerate(self._tables)]
+        count = len(self._slots)
+        self._pool.write(layer, self._slots, k[:count], v[:count])
+        rows: list[Tensor] = []
+        for table, lengths in self._seen:
+            keys, values = self._pool.read(layer, table)
+            for length in lengths:
+                at = len(rows)
+                rows.append(_attend(q[at : at + 1], keys[:length], values[:length], None))
         if self._padding:
-            rows.append(torch.zeros_like(q[self._count :]).flatten(1))
+            rows.append(torch.zeros_like(q[count:]).flatten(1))
         return torch.cat(rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from engine.pd.wire import Source
 from engine.sampling import Sampler, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
+from engine.speculate.drafter import Drafter
+from engine.speculate.exact import ExactRows
 
 _LARGEST_CPU_POOL = 4 << 30
 
@@ -110,6 +112,11 @@ class EngineCore:
                 wake=wake,
             )
         self.link = Link(config, self.layout, files.spec, self.pool, self.manager, wake) if config.kv_transfer else None
+        invariant = config.batch_invariant or config.speculate == "on"
+        self.runner = Runner(self.model, self.pool, batch_invariant=invariant)
+        self.drafter = None
+        if config.speculate != "off":
+            self.drafter = Drafter(ExactRows(self.model, self.runner.padded).most)
         self.scheduler = Scheduler(
             self.manager,
             block_size=config.block_size,
@@ -119,8 +126,8 @@ class EngineCore:
             reuse=config.prefix_reuse,
             lower=self.lower,
             pulls=self.link and self.link.pulls,
+            drafter=self.drafter,
         )
-        self.runner = Runner(self.model, self.pool, batch_invariant=config.batch_invariant)
         self.context = min(
             config.max_context or files.spec.context, files.spec.context, self.pool.blocks * config.block_size
         )
@@ -190,7 +197,7 @@ class EngineCore:
         self.stalled = not step
         if not step:
             return []
-        results = self.runner.run(step) + step.handed
+        results = self.runner.run(step) + [(sequence, logits[None]) for sequence, logits in step.handed]
         self.scheduler.commit(step)
         self._events.flush()
         computed = sum(end - start for _, start, end in step.prefills)
@@ -199,9 +206,28 @@ class EngineCore:
             if computed >= self.config.prefill_chunk:  # a few tokens at the end of a prompt say nothing about the rate
                 self.lower.stack.observe_prefill(computed, self.runner.prefill_seconds)
             self.lower.save_pending()
-        return [(sequence.id, self._take(sequence, logits)) for sequence, logits in results]
+        if self.drafter is not None and step.decodes:
+            rows = sum(1 + len(sequence.draft) for sequence in step.decodes)
+            self.drafter.timed(rows, self.runner.decode_seconds)
+        return [(sequence.id, delta) for sequence, rows in results for delta in self._take(sequence, rows)]
 
-    def _take(self, sequence: Sequence, logits: torch.Tensor) -> Delta:
+    def _take(self, sequence: Sequence, rows: torch.Tensor) -> Iterator[Delta]:
+        """Chooses the next token, and further ones as long as they are those that were guessed."""
+        draft, sequence.draft = sequence.draft, []
+        right = 0
+        for logits in rows:
+            delta = self._choose(sequence, logits)
+            yield delta
+            if right == len(draft) or delta.error is not None or sequence.tokens[-1] != draft[right]:
+                break
+            right += 1
+            if delta.finish_reason:
+                break
+            sequence.computed += 1  # the guess was right, so its KV is there
+        if self.drafter is not None and draft:
+            self.drafter.verified(sequence, draft, right)
+
+    def _choose(self, sequence: Sequence, logits: torch.Tensor) -> Delta:
         try:
             token = sequence.sampler.choose(logits)
         except RequestError as error:
@@ -221,6 +247,8 @@ class EngineCore:
             self.scheduler.cancel(sequence)
             del self._sequences[sequence.id]
             self._count_finish(delta.finish_reason)
+            if self.drafter is not None:
+                self.drafter.remember(sequence)
         return delta
 
     def _count_finish(self, reason: str) -> None:

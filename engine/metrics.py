@@ -42,6 +42,10 @@ class EngineCollector(Collector):
         yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prompt_tokens)
         yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.cached_tokens)
         yield counter("vllm:external_prefix_cache_hits", "Prompt tokens loaded from below.", counters.loaded_tokens)
+        if (drafter := core.drafter) is not None:
+            yield counter("vllm:spec_decode_num_drafts", "Drafts verified.", drafter.drafts)
+            yield counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", drafter.drafted)
+            yield counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right.", drafter.accepted)
         yield counter("warmgate_engine_prefill_tokens", "Prompt tokens really computed.", counters.computed_tokens)
         yield counter("warmgate_engine_block_evictions", "Known blocks given up for space.", manager.evictions)
         yield counter("warmgate_engine_hash_collisions", "Hashes equal, blocks not.", manager.collisions)

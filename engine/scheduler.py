@@ -21,6 +21,7 @@ from engine.kv.lower import LowerTiers
 from engine.kv.manager import BlockManager
 from engine.pd.pulls import Pulls
 from engine.sequence import Sequence, State
+from engine.speculate.drafter import Drafter
 
 
 class Chunk(NamedTuple):
@@ -33,7 +34,10 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Step:
-    """What to compute now. Empty when nothing can run. `handed`: prompts that came computed, with the logits behind."""
+    """What to compute now: one token of each of `decodes` and its draft, and chunks. Empty when nothing can run.
+
+    `handed`: prompts that came computed, with the logits behind.
+    """
 
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
@@ -57,12 +61,13 @@ class Scheduler:
         reuse: bool = True,
         lower: LowerTiers | None = None,
         pulls: Pulls | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if chunk % block_size:
             raise ValueError(f"the prefill chunk ({chunk}) must be a multiple of the block size ({block_size})")
         self._manager, self._block_size, self._chunk = manager, block_size, chunk
         self._step_tokens, self._max_running, self._reuse = max(step_tokens, chunk), max_running, reuse
-        self._lower, self._pulls = lower, pulls
+        self._lower, self._pulls, self._drafter = lower, pulls, drafter
         self._arrivals = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -108,6 +113,8 @@ class Scheduler:
         step.decodes = [s for s in step.decodes if s not in self._preempted]
         step.prefills = [c for c in step.prefills if c.sequence not in self._preempted]
         step.handed = [(s, logits) for s, logits in step.handed if s not in self._preempted]
+        if self._drafter is not None:
+            self._draft(step.decodes, self._drafter)
         return step
 
     def commit(self, step: Step) -> None:
@@ -155,6 +162,20 @@ class Scheduler:
         if logits is not None:
             step.handed.append((sequence, logits))
         return False
+
+    def _draft(self, decodes: list[Sequence], drafter: Drafter) -> None:
+        """Lets sequences try several tokens at once, in blocks that nobody else needs now."""
+        room = drafter.room(len(decodes))
+        for sequence in decodes:
+            if sequence.computed + 1 < len(sequence.tokens):
+                continue  # replays what it said before it was preempted
+            draft = drafter.draft(sequence, len(decodes), room)
+            missing = self._blocks_for(sequence.computed + 1 + len(draft)) - len(sequence.blocks)
+            if missing > 0:
+                taken = self._manager.allocate(missing, after=sequence.blocks[-1]) or []
+                sequence.blocks += taken
+            sequence.draft = draft[: len(sequence.blocks) * self._block_size - sequence.computed - 1]
+            room -= len(sequence.draft)
 
     def _names(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
         """Chain digests of a whole chunk's blocks; empty for a part of a chunk, which is never shared."""
@@ -238,6 +259,7 @@ class Scheduler:
         self._manager.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
+        sequence.draft = []
 
     def _abandon(self, sequence: Sequence) -> None:
         if self._lower is not None:

@@ -13,6 +13,7 @@ from engine.sampling import Sampler
 if TYPE_CHECKING:
     from engine.kv.lower import Fetch
     from engine.pd.pulls import Pull
+    from engine.speculate.drafter import Drafting
 
 
 class State(Enum):
@@ -26,6 +27,8 @@ class State(Enum):
 @dataclass(eq=False)
 class Sequence:
     """`tokens` is prompt, then output. KV exists for the first `computed` tokens, in `blocks`.
+
+    `draft` is what the step in progress guesses to follow; its KV lies behind `computed` until it is verified.
 
     `chain` names the prompt's full blocks. Only prompt blocks from whole prefill chunks are ever shared: they are
     bitwise what any other run computes, while decoded tokens' KV depends on the batch they were decoded in. After a
@@ -53,6 +56,8 @@ class Sequence:
     fetch: Fetch | None = None
     offered: bool = False
     pull: Pull | None = None
+    draft: list[int] = field(default_factory=list)
+    drafting: Drafting | None = None
 
     @property
     def rank(self) -> tuple[int, int]:

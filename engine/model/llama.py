@@ -66,7 +66,7 @@ class Llama:
         int8_decode: bool = False,
         progress: Callable[[int], None] = lambda layer: None,
     ) -> None:
-        self.spec, self.device, self.dtype = spec, device, dtype
+        self.spec, self.device, self.dtype, self.int8_decode = spec, device, dtype, int8_decode
         self._tensor = tensor
         self.embed = self._get("embed", spec.vocab, spec.hidden)
         self.layers: list[Layer] = []
@@ -104,14 +104,17 @@ class Llama:
         )
 
     @torch.inference_mode()
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, *, decode: bool = False) -> Tensor:
-        """Runs all layers. `ids`, `positions`: int64 [rows]. Returns [rows, hidden], before the last norm."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, decode: bool = False, layers: int | None = None
+    ) -> Tensor:
+        """Runs all layers (or the first `layers`). `ids`, `positions`: int64 [rows]. Returns [rows, hidden], before the
+        last norm."""
         spec = self.spec
         q_out, kv_out = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         rows = len(ids)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         x = F.embedding(ids, self.embed)
-        for index, layer in enumerate(self.decode_layers if decode else self.layers):
+        for index, layer in enumerate((self.decode_layers if decode else self.layers)[:layers]):
             qkv = linear(self._norm(x, layer.attn_norm), layer.qkv, layer.qkv_bias)
             qk, v = qkv.split([q_out + kv_out, kv_out], dim=-1)
             qk = qk.view(rows, spec.heads + spec.kv_heads, spec.head_dim)

@@ -365,7 +365,6 @@ class Config(Section):
     def _not_yet(self) -> list[str]:
         """What the contract names and this version does not do: asking for it must not be silently in vain."""
         asked = {
-            "engine.speculate": self.engine is not None and self.engine.speculate == "on",
             "disaggregation.enabled": self.disaggregation.enabled == "on",
         }
         return [f"{key} is not available in this version; leave it out" for key, wanted in asked.items() if wanted]

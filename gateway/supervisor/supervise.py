@@ -130,6 +130,7 @@ class Supervisor:
         command = [*(self._engine_command or engine_command()[0])]
         command += ["--host", "127.0.0.1", "--port", str(self._engine_port), "--model", engine.model]
         command += ["--device", engine.device, "--dtype", engine.dtype, "--block-size", str(engine.block_size)]
+        command += ["--speculate", engine.speculate]
         if isinstance(engine.kv_cache.device, int):
             command += ["--kv-cache", str(engine.kv_cache.device)]
         if engine.kv_cache.host is not None:

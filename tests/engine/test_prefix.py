@@ -19,7 +19,7 @@ from tests.engine import tiny
 from tests.engine.drive import GREEDY, advance, run, run_all, submit
 
 CHUNK = 8
-PLAIN = tiny.core(prefix_reuse=False)
+PLAIN = tiny.core(prefix_reuse=False, speculate="off")
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -52,7 +52,7 @@ def test_o66_warm_equals_cold_at_every_border(core: EngineCore, length: int) -> 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hit_gives_bitwise_the_same_logits(dtype: str) -> None:
-    core = tiny.core(dtype=dtype)
+    core = tiny.core(dtype=dtype, speculate="off")
     seen: list[torch.Tensor] = []
 
     original = core.model.logits
@@ -75,7 +75,7 @@ def test_scattered_blocks_give_bitwise_the_same_logits_as_a_single_run(dtype: st
     seen: list[torch.Tensor] = []
 
     def serve(every: int) -> list[int]:
-        core = tiny.core(32, dtype=dtype)
+        core = tiny.core(32, dtype=dtype, speculate="off")
         taken = core.manager.allocate(core.manager.total)
         assert taken is not None
         core.manager.release(taken[::every][::-1])  # the first released is the first taken

@@ -14,7 +14,7 @@ from engine.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.drive import GREEDY, Result, advance, run, submit
 
-REFERENCE = tiny.core(blocks=64, prefix_reuse=False)
+REFERENCE = tiny.core(blocks=64, prefix_reuse=False, speculate="off")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
 
 
@@ -85,3 +85,5 @@ def test_random_lives_end_as_their_references_do(seed: int, blocks: int) -> None
     assert not machine.results
     assert machine.checked > 30
     assert machine.core.manager.free == blocks
+    assert machine.core.drafter is not None
+    assert machine.core.drafter.accepted > 0
