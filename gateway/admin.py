@@ -15,6 +15,7 @@ from gateway.access import plain, require_operator
 from gateway.dialects import DIALECTS
 from gateway.explanation import explanation
 from gateway.plan import BadRequest, read_body
+from gateway.prefix_health import report as prefix_report
 from gateway.reload import ReloadError, Source, reload
 from gateway.reporting import outcomes, rows_response, sums_response
 from gateway.runtime import Runtime
@@ -46,6 +47,11 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     async def sentinels() -> dict[str, Any]:
         """The lights of all workers, the red ones first, and what looking costs."""
         return report(await of_all_workers(runtime), runtime.clock.time())
+
+    @router.get("/prefix-health")
+    async def prefix_health() -> dict[str, Any]:
+        """How much of the prompts is shared, what keeps more of them from being, and the change that would mend it."""
+        return prefix_report(worker["prefixes"] for worker in (await of_all_workers(runtime)).values())
 
     @router.post("/explain")
     async def explain(request: Request, path: str = "/v1/chat/completions", tenant: str = "default") -> JSONResponse:

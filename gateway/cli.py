@@ -1,4 +1,4 @@
-"""The command `warmgate`: serve, engine, check, doctor, purge, version. Errors are a sentence each, and exit code 2."""
+"""The command `warmgate`: serve, engine, check, doctor, lint, purge, version. Errors are a sentence each, exit code 2."""
 
 import asyncio
 import json
@@ -14,6 +14,7 @@ import typer
 
 from gateway.config import ConfigError, load_config
 from gateway.config.units import parse_time
+from gateway.lint import findings_text, lint_file
 from gateway.remote import KEY_VARIABLE, Problem, ask, base_url
 from gateway.sentinels.doctor import prescription
 from gateway.source import Source, shortcomings
@@ -140,6 +141,21 @@ def doctor(
     report = ask(f"{base}/admin/sentinels", admin_key)
     typer.echo(json.dumps(report, indent=2) if as_json else prescription(report, time.time()))
     if report["state"] == "red":
+        sys.exit(1)
+
+
+@app.command()
+def lint(
+    prompts: Annotated[Path, typer.Argument(help="JSON lines: request bodies, in the order in which they are sent.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Find what keeps prompts from sharing their beginnings.
+
+    Exit code 1: there is something to mend.
+    """
+    found = lint_file(prompts)
+    typer.echo(json.dumps(found, indent=2) if as_json else findings_text(found))
+    if found["findings"]:
         sys.exit(1)
 
 

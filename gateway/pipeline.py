@@ -104,6 +104,7 @@ class Pipeline:
         """Answered before? Curated answers first: they are the operator's own word."""
         runtime, row = self._runtime, exchange.row
         row.model, row.stream = plan.model.target, plan.streams
+        runtime.prefix_health.request(row.tenant, row.model, plan.body, exchange.began)
         if runtime.stores_prompts:
             row.prompt = plan.question
         stale: Entry | None = None

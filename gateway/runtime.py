@@ -34,6 +34,7 @@ from gateway.ledger import Call, Ledger
 from gateway.ledger.settings import load_prices, service_levels
 from gateway.limits import SharedQuotas, Usages
 from gateway.plan import Plan, Planner
+from gateway.prefix_health import PrefixHealth
 from gateway.reading import CallFlight
 from gateway.relay import Relay
 from gateway.sentinels import Board
@@ -85,6 +86,7 @@ class Runtime:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._faq_seen: tuple[Path | None, float] = (None, 0.0)
         self.faq = Faq()
+        self.prefix_health = PrefixHealth(self.clock.monotonic())
         self.on_change: list[Callable[[], None]] = []
         self.apply(config)
 

@@ -15,7 +15,7 @@ from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
 
 Vitals = dict[str, Any]
-FORM = 3
+FORM = 4
 """Raised whenever the words change, since workers of two versions may share a ledger for a while."""
 
 
@@ -52,6 +52,7 @@ def vitals(runtime: Runtime) -> Vitals:
         "not_stored": runtime.not_stored,
         "bad_entries": runtime.recall.bad_entries,
         "sentinels": runtime.board.told(),
+        "prefixes": runtime.prefix_health.told(runtime.clock.monotonic()),
         "ledger": {"problem": runtime.ledger.problem, "dropped": runtime.ledger.dropped},
     }
 

@@ -31,6 +31,7 @@ from gateway.ledger import Outcome as RowOutcome
 from gateway.limits import Usages
 from gateway.pipeline import Pipeline
 from gateway.plan import Plan
+from gateway.prefix_health import PrefixHealth
 from gateway.reading import CallFlight, Head, Landed
 from gateway.relay import Relay
 from gateway.runtime import Runtime
@@ -114,6 +115,7 @@ class Aside:
         upstream: Upstream | None = None,
     ) -> None:
         self.runtime = mine = copy(runtime)
+        mine.prefix_health = PrefixHealth(runtime.clock.monotonic())
         mine.ledger = Ledger(None, runtime.clock)
         mine.not_stored = Counter()
         mine.stores_prompts = False
