@@ -129,6 +129,7 @@ class _Scrape(Collector):
             "warmgate_upstream_ejected", "Whether an upstream is left alone because it failed.", "upstream"
         )
         routes = _counter("warmgate_route_decisions", "Upstream calls by the reason for where they went.", "reason")
+        deciding = _counter("warmgate_route_seconds", "Time taken by these decisions, without tokenizing.")
         held = _counter("warmgate_route_tokens", "Prompt tokens held where they went, as expected and as told.", "kind")
         blocks = _gauge("warmgate_route_index_blocks", "Beginnings of prompts in the router's index.")
         unstable = _counter("warmgate_unstable_prefix", "Prompts whose beginning changes from turn to turn.", "model")
@@ -163,6 +164,7 @@ class _Scrape(Collector):
                 ejected.add_metric([worker, upstream], state["ejected"])
             for reason, count in told["routing"]["decisions"].items():
                 routes.add_metric([worker, reason], count)
+            deciding.add_metric([worker], told["routing"]["seconds"])
             for kind in ("expected", "told"):
                 held.add_metric([worker, kind], told["routing"][kind])
             blocks.add_metric([worker], told["routing"]["blocks"])
@@ -198,6 +200,7 @@ class _Scrape(Collector):
             kv_use,
             ejected,
             routes,
+            deciding,
             held,
             blocks,
             unstable,

@@ -40,6 +40,7 @@ from gateway.relay import Relay
 from gateway.sentinels import Board
 from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
+from gateway.upstreams.discovery import Discovery
 from gateway.upstreams.pool import Pool
 from gateway.upstreams.router import Router
 from gateway.upstreams.watch import Watch
@@ -63,6 +64,7 @@ class Runtime:
         self.router = Router(self.clock)
         self.pool = Pool(config, self.client, self.clock)
         self.watch = Watch(self.pool, self.router, self.clock)
+        self.discovery = Discovery(self._meet_upstreams)
         self.ledger = Ledger(config.ledger, self.clock)
         self.board = Board()
         self.generations = Generations()
@@ -97,8 +99,8 @@ class Runtime:
             log.warning("telemetry.otlp is not available in this version: nothing is sent there; /metrics is")
         self.prices = self._prices()
         self.tenants = Tenants(config, self.usages)
-        self.pool.apply(config, config.upstreams)
-        self.router.apply(config.routing, self.pool.members)
+        self.discovery.apply(config)
+        self._meet_upstreams()
         self.watch.every = config.routing.probe
         self.planner = Planner(config, self.secret)
         self.keeper.min_uses = config.cache.min_uses
@@ -119,6 +121,11 @@ class Runtime:
         self.read_faq()
         self._changed()
 
+    def _meet_upstreams(self) -> None:
+        """Some may have come, some may be gone."""
+        self.pool.apply(self.config, self.discovery.upstreams())
+        self.router.apply(self.config.routing, self.pool.members)
+
     async def open(self) -> None:
         """Opens the stores, learns of past purges, and starts watching for new ones."""
         if self.shared is not None:
@@ -127,6 +134,7 @@ class Runtime:
                 self.generations.learn(scope, generation)
             self.background(self.shared.watch(self.generations.learn))
         self.router.exact.open()
+        await self.discovery.open()
         self.background(self.watch.run())
         self.background(self._watch_faq())
         self.background(self.ledger.run())
@@ -136,6 +144,7 @@ class Runtime:
         """Ends what runs behind requests, writes what is pending, and closes stores and connections."""
         for task in self._tasks:
             task.cancel()
+        await self.discovery.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.keeper.drain()
         if self.shared is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, log
 from typing import Literal, Protocol
 from zlib import crc32
 
@@ -31,11 +32,19 @@ DECODE_TOKENS = 16.0
 COMPUTE = 4.0
 """What it costs to compute a token against waiting for one: whoever comes later waits for it too, and it drives out of
 the cache another that would have been asked for again. (Found on traces: at 1, half the reuse is lost under load.)
+Not so a beginning that many sessions share: once computed, it is held there as well, for all of them; else whoever had
+it first would get every new session.
 """
 BALANCE = 2.0
 """How much an engine that was given more than its share of late is avoided; times half of the prompt at most."""
 SESSION = 0.2
 """What the session's own engine is favoured by, as a share of the prompt."""
+PRIOR = 32.0
+"""Measurements of its own that an engine must have for them to count for as much as what its fellows show: one may be
+far off, and whoever is taken for slow is sent nothing that would show otherwise.
+"""
+NEWEST, MOST_TIMED = 0.02, 128.0
+"""What a new measurement weighs at least against all before it, and how many of these count."""
 TIE = 0.01
 """Costs that differ by less than this share of the prompt are alike."""
 
@@ -56,6 +65,8 @@ class Engine:
     prefill_rate: float = 5000.0
     pending: float = 0.0
     running: int = 0
+    _log_rate: float = 0.0
+    _timed: float = 0.0
     _work: float = 0.0
     _worked_at: float = 0.0
     seed: int = field(init=False)
@@ -67,19 +78,39 @@ class Engine:
         """Prompt tokens that it was given to compute of late, the recent ones counting more."""
         return self._work * 0.5 ** ((now - self._worked_at) / HALF_LIFE) if now > self._worked_at else self._work
 
+    def timed(self, rate: float) -> None:
+        """It was seen to compute a prompt at this rate; `settle_rates` says what that means."""
+        self._log_rate += max(NEWEST, 1.0 / (self._timed + 1.0)) * (log(rate) - self._log_rate)
+        self._timed = min(MOST_TIMED, self._timed + 1.0)
+
     def add_work(self, tokens: float, now: float) -> None:
         """Takes note of prompt tokens given to it (or, negative, of tokens that proved to be held)."""
         self._work = max(0.0, self.work(now) + tokens)
         self._worked_at = max(now, self._worked_at)
 
 
+def settle_rates(engines: Sequence[Engine]) -> None:
+    """Sets the prefill rates by what was measured: an engine's own mean, drawn towards that of all until it has enough
+    of its own (the means are geometric, since rates are off by factors).
+    """
+    measured = sum(engine._timed for engine in engines)
+    if measured:
+        common = sum(engine._timed * engine._log_rate for engine in engines) / measured
+        for engine in engines:
+            own = engine._timed / (engine._timed + PRIOR)
+            engine.prefill_rate = exp(common + own * (engine._log_rate - common) if own else common)
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request to be routed: its ``prompt`` tokens, what engines hold of it, and its session (0: none known)."""
+    """A request to be routed: its ``prompt`` tokens, what engines hold of it, and its session (0: none known).
+    ``shared``: leading tokens that are not its session's alone (tools, a system prompt).
+    """
 
     prompt: int
     held: Held = field(default_factory=dict)
     session: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +144,7 @@ class PrefixPolicy:
         if len(engines) == 1:
             return _decision(engines, ask, 0, "only")
         works = [engine.work(now) for engine in engines]
-        home = _home(engines, ask.session) if ask.session else -1
+        home = home_of(engines, ask.session) if ask.session else -1
         costs = expected_costs(engines, ask, works, home)
         best = min(range(len(engines)), key=costs.__getitem__)
         allowed = self._within(engines, works) or range(len(engines))
@@ -155,8 +186,11 @@ def expected_costs(engines: Sequence[Engine], ask: Ask, works: Sequence[float], 
             tokens -= prompt * SESSION
         cost = tokens / rate
         if i in held:
+            common = ask.shared
             for count, fetch in held[i]:
-                cost -= max(0.0, count * (COMPUTE / rate - fetch))
+                of_all = min(count, common)
+                common -= of_all
+                cost -= max(0.0, (of_all + (count - of_all) * COMPUTE) / rate - count * fetch)
         costs.append(cost)
     return costs
 
@@ -195,7 +229,7 @@ class StickyPolicy:
         self._sample = sample
 
     def choose(self, engines: Sequence[Engine], ask: Ask, now: float) -> Decision:
-        index = _home(engines, ask.session) if ask.session else self._sample(len(engines))
+        index = home_of(engines, ask.session) if ask.session else self._sample(len(engines))
         return _decision(engines, ask, index, "sticky")
 
 
@@ -232,7 +266,7 @@ def _lighter(engines: Sequence[Engine], works: Sequence[float], a: int, b: int) 
     return a if load_a <= load_b else b
 
 
-def _home(engines: Sequence[Engine], session: int) -> int:
+def home_of(engines: Sequence[Engine], session: int) -> int:
     """The session's engine: the same for every gateway, and for all but a few sessions when engines come or go."""
     best, home = -1, 0
     for i, engine in enumerate(engines):

@@ -91,6 +91,15 @@ class KvEvents(Section):
         return self
 
 
+class Kubernetes(Section):
+    """A service whose endpoints are upstreams, each like the one this stands in."""
+
+    service: Name
+    namespace: Name | None = None  # None: the gateway's own
+    port: Text | None = None  # its name or number; None: the first
+    api: HttpUrl | None = None  # of the API server; None: as every pod knows it
+
+
 class Upstream(Section):
     """One server that speaks a dialect; the URL may end in /v1 or not, and may have a base path."""
 
@@ -102,6 +111,7 @@ class Upstream(Section):
     role: Literal["both", "prefill", "decode"] = "both"
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # its share of the traffic against that of others
     dns: bool = False  # one upstream for each address of the URL's host, looked up anew from time to time
+    kubernetes: Kubernetes | None = None  # one upstream for each endpoint of a service
     cache_salt: bool = False  # send the tenant's salt, so that prefix reuse never crosses tenants
     timeouts: Timeouts = Timeouts()
     kv_events: KvEvents | None = None
@@ -298,6 +308,7 @@ class Config(Section):
     listen: Listen = Listen()
     admin: Admin = Admin()
     upstreams: tuple[Upstream, ...] = ()
+    upstreams_file: FilePath | None = None  # more of them, read again when it changes: a file with `upstreams:`
     models: Annotated[dict[str, ModelAlias], BeforeValidator(_alias_targets)] = {}
     tenants: tuple[Tenant, ...] = ()  # none: open, everyone is the tenant "default"
     cache: Cache = Field(default_factory=Cache)
@@ -317,7 +328,7 @@ class Config(Section):
     @classmethod
     def _default_engine(cls, data: Any) -> Any:
         """Whoever names no upstream gets the embedded engine; whoever names one gets it only when asked for."""
-        if isinstance(data, dict) and "engine" not in data and not data.get("upstreams"):
+        if isinstance(data, dict) and not {"engine", "upstreams_file"} & data.keys() and not data.get("upstreams"):
             return {**data, "engine": {}}
         return data
 
@@ -336,6 +347,12 @@ class Config(Section):
                 for index, name in enumerate(names)
                 if name in names[:index]
             ]
+        complaints += [
+            f"upstreams[{index}]: 'dns' and 'kubernetes' find addresses, for which no certificate is made out; "
+            "use an http:// URL, or name the upstream by its host name alone"
+            for index, one in enumerate(self.upstreams)
+            if (one.dns or one.kubernetes) and one.url.startswith("https://")
+        ]
         for name, alias in self.models.items():
             for target in (alias.target, *alias.fallback):
                 if target != name and target in self.models and self.models[target].target != target:

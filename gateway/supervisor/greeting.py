@@ -59,7 +59,9 @@ def overview(config: Config) -> str:
     for upstream in config.upstreams:
         models = "its own models" if upstream.models is None else ", ".join(upstream.models)
         rows.append(("upstream", f"{upstream.name}: {upstream.url} ({upstream.api}; {models})"))
-    if not config.engine and not config.upstreams:
+    if config.upstreams_file is not None:
+        rows.append(("upstreams", f"those in {config.upstreams_file}"))
+    elif not config.engine and not config.upstreams:
         rows.append(("upstream", "none: only remembered and curated answers can be given"))
     rows += [
         ("alias", f"{name} stands for {alias.target}") for name, alias in config.models.items() if name != alias.target

@@ -206,7 +206,7 @@ class Supervisor:
         host, port = self.config.listen.host, self.config.listen.port
         if self._engine and self.config.engine:
             say(f"starting the engine with the model {self.config.engine.model}")
-        elif not self.config.upstreams:
+        elif not self.config.upstreams and self.config.upstreams_file is None:
             say("no engine and no upstreams: only remembered and curated answers can be given")
         number = len(self.workers)
         say(f"starting {number} gateway worker{'s' if number > 1 else ''} on {address(host, port)}")

@@ -24,8 +24,6 @@ LIST_FOR = 60.0
 ASK_AGAIN_AFTER = 5.0
 """Seconds after which the list is asked for again because of a model that is not on it."""
 _MAX_LIST = 4 * 1024 * 1024
-_RATE_WEIGHT = 0.2
-"""What a new measurement of the prefill rate weighs against all before it."""
 
 
 class Member:
@@ -40,12 +38,12 @@ class Member:
         host, secure = url.hostname or "", url.scheme == "https"
         self.config = config
         self.name = config.name
+        self.slot = -1  # in the prefix index; the router gives it
         self.in_flight = 0
         self.elsewhere = 0
         self.kv_use = 0.0
         self.engine = Engine(config.name, config.weight)
         self.health = Health()
-        self._rate_known = False
         self.origin = Origin(url.scheme, host, url.port or (443 if secure else 80))
         self._base = url.path.rstrip("/").removesuffix("/v1").encode()
         self._client = client
@@ -80,12 +78,6 @@ class Member:
         others = max(0, requests - self.in_flight)
         self.engine.running += others - self.elsewhere
         self.elsewhere = others
-
-    def measured(self, prefill_rate: float) -> None:
-        """It computed prompt tokens at this rate, in tokens per second."""
-        weight = _RATE_WEIGHT if self._rate_known else 1.0
-        self._rate_known = True
-        self.engine.prefill_rate += weight * (prefill_rate - self.engine.prefill_rate)
 
     def is_stale(self, now: float, max_age: float) -> bool:
         """Whether its own list of models is older than ``max_age`` seconds."""

@@ -8,7 +8,7 @@ cached tokens say for how long (the characteristic time of its cache, Che et al.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,6 +16,9 @@ TIERS = 3
 """Device, host and remote memory, in this order: what is not held on one is looked for on the next."""
 STRIDE = 16
 """Blocks that are skipped at once where the last of them is held: whoever holds a block holds those before it."""
+
+Depths = list[tuple[int, int]]
+"""How many leading links of a chain are held, rising, and the bits of the slots that hold exactly so many."""
 
 FIRST_LIFETIME = 600.0
 """Seconds that an upstream is believed to keep what it was sent, until it has shown how long."""
@@ -73,15 +76,27 @@ class PrefixIndex:
         among = 0
         for slot in slots:
             among |= 1 << slot
-        used = max((i + 1 for i, table in enumerate(self._tiers) if table), default=0)
-        if used == 1:
-            return {slot: (depth,) for slot, depth in _depths([self._tiers[0]], chain, among).items()}
-        down_to = [_depths(self._tiers[: i + 1], chain, among) for i in range(used)]
+        down_to = [dict(_expanded(depths)) for depths in self.holders(chain, among)]
         return {slot: tuple(depths.get(slot, 0) for depths in down_to) for slot in (down_to[-1] if down_to else ())}
 
+    def holders(self, chain: Sequence[int], among: int) -> list[Depths]:
+        """The same for all slots whose bits are set in ``among``, not yet told apart."""
+        used = max((i + 1 for i, table in enumerate(self._tiers) if table), default=0)
+        return [_depths(self._tiers[: i + 1], chain, among) for i in range(used)]
 
-def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> dict[int, int]:
-    """For each bit of ``alive`` that holds the first of ``chain`` in any table: how many leading ones it holds."""
+
+def deepest(depths: Depths, most: int) -> list[int]:
+    """The slots that hold most, at most so many; those of equal depth all or none, as long as that leaves any."""
+    found: list[int] = []
+    for _, bits in reversed(depths):
+        if len(found) + bits.bit_count() > most:
+            return found or list(_slots(bits))[:most]
+        found += _slots(bits)
+    return found
+
+
+def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> Depths:
+    """Those of ``alive`` that hold the first of ``chain`` in any table, by how many leading ones they hold."""
 
     def in_any(name: int, _: int) -> int:
         holders = 0
@@ -91,7 +106,7 @@ def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> d
 
     get: Callable[[int, int], int] = tables[0].get if len(tables) == 1 else in_any
 
-    depths: dict[int, int] = {}
+    depths: Depths = []
     end = len(chain)
     alive = alive & get(chain[0], 0) if end else 0
     at = 1
@@ -103,20 +118,25 @@ def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> d
         for here in range(at, min(jump + 1, end)):
             still = get(chain[here], 0) & alive
             if still != alive:
-                _note(depths, alive ^ still, here)
+                depths.append((here, alive ^ still))
                 alive = still
                 if not alive:
                     return depths
         at = jump + 1
-    _note(depths, alive, end)
+    if alive:
+        depths.append((end, alive))
     return depths
 
 
-def _note(depths: dict[int, int], bits: int, depth: int) -> None:
+def _slots(bits: int) -> Iterator[int]:
     while bits:
         low = bits & -bits
-        depths[low.bit_length() - 1] = depth
+        yield low.bit_length() - 1
         bits ^= low
+
+
+def _expanded(depths: Depths) -> Iterator[tuple[int, int]]:
+    return ((slot, depth) for depth, bits in depths for slot in _slots(bits))
 
 
 @dataclass(frozen=True, slots=True)

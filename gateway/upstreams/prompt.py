@@ -38,10 +38,21 @@ def root_of(*parts: str) -> int:
     return xxh3_64_intdigest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"))
 
 
-def canonical_text(body: Mapping[str, Any]) -> bytes:
-    """The prompt of a request of any dialect in one spelling: what comes first in the prompt comes first."""
+def canonical_text(body: Mapping[str, Any]) -> tuple[bytes, int]:
+    """The prompt of a request of any dialect in one spelling, what comes first in the prompt first; and how many of its
+    bytes come before the first user turn, and so are not this conversation's alone.
+    """
     heads = [spell(body[name]) for name in _HEADS if body.get(name)]
-    return b"\n".join([*heads, *(_items(body[name]) for name in _TURNS if body.get(name))])
+    turns = [_items(body[name]) for name in _TURNS if body.get(name)]
+    first = next((body[name] for name in _TURNS if body.get(name)), "")
+    common = turns[0][: first_user_turn(first)] if turns and isinstance(first, list) else []
+    parts = [*heads, *(b",".join(items) for items in turns)]
+    return b"\n".join(parts), sum(len(part) + 1 for part in (*heads, *common))
+
+
+def first_user_turn(turns: Sequence[object]) -> int:
+    """The position of the first user turn; 0 where there is none."""
+    return next((i for i, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "user"), 0)
 
 
 def session_of(body: Mapping[str, Any], root: int) -> int:
@@ -51,8 +62,7 @@ def session_of(body: Mapping[str, Any], root: int) -> int:
         return root_of(str(root), named) or 1
     turns = next((body[name] for name in _TURNS if body.get(name)), "")
     if isinstance(turns, list):
-        first = next((i for i, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "user"), 0)
-        turns = turns[: first + 1]
+        turns = turns[: first_user_turn(turns) + 1]
     try:
         begin = spell([[body.get(name) for name in _HEADS], turns])
     except BadBody:
@@ -60,8 +70,8 @@ def session_of(body: Mapping[str, Any], root: int) -> int:
     return xxh3_64_intdigest(begin, root) or 1
 
 
-def _items(turns: object) -> bytes:
-    """A list without its brackets, so that a longer one begins with a shorter one."""
+def _items(turns: object) -> list[bytes]:
+    """A list's items one by one, without its brackets, so that a longer one begins with a shorter one."""
     if isinstance(turns, Sequence) and not isinstance(turns, str):
-        return b",".join(spell(turn) for turn in turns)
-    return turns.encode("utf-8", "replace") if isinstance(turns, str) else spell(turns)
+        return [spell(turn) for turn in turns]
+    return [turns.encode("utf-8", "replace") if isinstance(turns, str) else spell(turns)]

@@ -18,10 +18,10 @@ from gateway.clock import Clock
 from gateway.config import Routing
 from gateway.upstreams.exact import ExactSource
 from gateway.upstreams.pool import Member
-from gateway.upstreams.prefix_index import Belief, Learned, PrefixIndex
+from gateway.upstreams.prefix_index import Belief, Depths, Learned, PrefixIndex, deepest
 from gateway.upstreams.prompt import CHUNK, canonical_text, chain, root_of, session_of
 from gateway.upstreams.unstable import Beginnings
-from policies.routing import Ask, Decision, Held, Share, make_policy
+from policies.routing import Ask, Decision, Held, Share, home_of, make_policy, settle_rates
 
 TOKENS_PER_BYTE = 0.25
 """Until usage reports have shown how many prompt tokens a byte makes."""
@@ -29,15 +29,21 @@ MAX_CHUNKS = 1_000_000
 """Chunks believed to be held, all upstreams together."""
 FETCH = (0.0, 0.05, 0.3)
 """What a token costs to fetch from device, host and remote memory, as a share of what it costs to compute."""
+MANY = 16
+"""Upstreams that are all looked at for every request. Of more, `HOLDERS` who hold most and `SAMPLE` others are."""
+HOLDERS, SAMPLE = 8, 8
 _LEAST_MEASURED = 256
 """Prompt tokens below which the time to the first token says little of the prefill rate."""
+
+_Found = tuple[list[Depths], float]
+"""Who holds how many links of a chain, by tier, and the tokens that one link stands for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request as the router sees it. ``size``: bytes of its prompt. ``blocks``: the chain of its token blocks for
-    each upstream (by name) that tells which it holds, with the tokens in one block. ``unstable``: the first byte that
-    is not what it was a turn ago (`gateway.upstreams.unstable`).
+    each upstream (by name) that tells which it holds, with the tokens in one block. ``common``: bytes of its
+    prompt before the first user turn; ``unstable``: the first of them that is not what it was a turn ago.
     """
 
     model: str
@@ -46,6 +52,7 @@ class Asked:
     session: int = 0
     tokens: int = 0
     blocks: Mapping[str, tuple[Sequence[int], int]] = field(default_factory=dict)
+    common: int = 0
     unstable: int | None = None
 
 
@@ -83,7 +90,7 @@ class Route:
         """Its answer begins, so that its prompt has been computed. ``first_token``: and no more than that."""
         self.member.health.succeeded(self._router.now())
         if first_token and self._alone and self._pending >= _LEAST_MEASURED:
-            self.member.measured(self._pending / max(1e-3, self._router.now() - self._sent_at))
+            self._router.timed(self.member, self._pending / max(1e-3, self._router.now() - self._sent_at))
         self._settle()
 
     def failed(self) -> None:
@@ -141,11 +148,12 @@ class Router:
         self.beginnings = Beginnings()
         self.decisions: Counter[str] = Counter()
         self.expected = self.told = 0
+        self.seconds = 0.0
         self.apply(Routing(), ())
 
     def apply(self, routing: Routing, members: Sequence[Member]) -> None:
         """Takes a configuration, or other upstreams, into use."""
-        self._routing = routing
+        self._routing, self._members = routing, members
         self._policy = make_policy(routing.policy, self._random.randrange, routing.max_load_ratio)
         names = {member.name for member in members}
         for name in self._learned.keys() - names:
@@ -153,6 +161,8 @@ class Router:
         self.exact.apply(members)
         for name in self.index.names() - names:
             self.index.free(name)
+        for member in members:
+            member.slot = self.index.slot(member.name)
         self._share = MAX_CHUNKS // max(1, len(members))
 
     def now(self) -> float:
@@ -166,8 +176,8 @@ class Router:
             return Asked(model, size)
         root = root_of(salt, model)
         try:
-            text = canonical_text(body)
-            unstable = self.beginnings.look(model, body, root)
+            text, common = canonical_text(body)
+            unstable = self.beginnings.look(model, body, text[:common], root)
         except BadBody:
             return Asked(model, size)
         session = session_of(body, root)
@@ -176,55 +186,49 @@ class Router:
         tokens, blocks = await self.exact.read(path, body, salt, members)
         needs_chunks = any(member.name not in blocks for member in members)
         chunks = chain(text, root, CHUNK) if needs_chunks else ()
-        return Asked(model, len(text), chunks, session, tokens, blocks, unstable)
+        return Asked(model, len(text), chunks, session, tokens, blocks, common, unstable)
 
     def route(self, asked: Asked, members: Sequence[Member]) -> Route:
         """Decides, and counts the load at once. ``members``: at least one."""
         now = self._clock.monotonic()
-        able = self._able(members, now)
         prompt = asked.tokens or int(asked.size * self._tokens_per_byte.get(asked.model, TOKENS_PER_BYTE)) or 1
+        found = self._found(asked, members, prompt) if len(members) > 1 else []
+        few = self._few(found, asked.session, members) if len(members) > MANY else members
+        able = [m for m in few if m.known_models is not None and m.health.available(now)] or _able(members, now)
         for member in able:
             member.engine.weight = member.config.weight * member.health.share(now)
-        held = self._held(asked, able, prompt) if len(able) > 1 else {}
-        decision = self._policy.choose([member.engine for member in able], Ask(prompt, held, asked.session), now)
+        shared = prompt * asked.common // max(1, asked.size)
+        ask = Ask(prompt, _held(found, able, prompt), asked.session, shared)
+        decision = self._policy.choose([member.engine for member in able], ask, now)
         self.decisions[decision.reason] += 1
+        self.seconds += self._clock.monotonic() - now
         return Route(self, able[decision.index], asked, decision, now)
 
-    def _able(self, members: Sequence[Member], now: float) -> Sequence[Member]:
-        """Those known to serve the model before those that may; among these the healthy, if there are any."""
-        known = [member for member in members if member.known_models is not None] or members
-        return [member for member in known if member.health.available(now)] or known
+    def _found(self, asked: Asked, members: Sequence[Member], prompt: int) -> list[_Found]:
+        """What is known of who holds the prompt."""
+        chains: dict[int, tuple[Sequence[int], float]] = {id(blocks[0]): blocks for blocks in asked.blocks.values()}
+        if asked.chunks:
+            chains[0] = asked.chunks, prompt * CHUNK / max(1, asked.size)
+        bits = 0
+        for member in members:
+            bits |= 1 << member.slot
+        return [(self.index.holders(chain_, bits), each) for chain_, each in chains.values()]
 
-    def _held(self, asked: Asked, members: Sequence[Member], prompt: int) -> Held:
-        held: dict[int, Sequence[Share]] = {}
-        for chain_, tokens_each, some in self._chains(asked, members, prompt):
-            positions = {self.index.slot(member.name): i for i, member in some}
-            for slot, depths in self.index.match(chain_, list(positions)).items():
-                at = positions[slot]
-                rate = members[at].engine.prefill_rate
-                shares, above = [], 0.0
-                for tier, depth in enumerate(depths):
-                    tokens = min(depth * tokens_each, prompt)
-                    if tokens > above:
-                        shares.append((int(tokens - above), FETCH[tier] / rate))
-                        above = tokens
-                if shares:
-                    held[at] = shares
-        return held
-
-    def _chains(
-        self, asked: Asked, members: Sequence[Member], prompt: int
-    ) -> list[tuple[Sequence[int], float, list[tuple[int, Member]]]]:
-        """The chains to look up: each with the tokens one link stands for, and for whom (by position)."""
-        chains: dict[int, tuple[Sequence[int], float, list[tuple[int, Member]]]] = {}
-        for i, member in enumerate(members):
-            blocks = asked.blocks.get(member.name)
-            if blocks is not None:
-                chains.setdefault(id(blocks[0]), (blocks[0], blocks[1], []))[2].append((i, member))
-            elif asked.chunks:
-                each = prompt * CHUNK / max(1, asked.size)
-                chains.setdefault(0, (asked.chunks, each, []))[2].append((i, member))
-        return list(chains.values())
+    def _few(self, found: list[_Found], session: int, members: Sequence[Member]) -> Sequence[Member]:
+        """Of many, those to decide among: who holds most, else the session's own, and some at random, which makes for
+        nearly as even a load as all would (Mitzenmacher 2001).
+        """
+        if self._routing.policy != "prefix":
+            return members
+        all_ = {member.slot: member for member in members}
+        few = {slot: all_[slot] for tiers, _ in found if tiers for slot in deepest(tiers[-1], HOLDERS)}
+        if not few and session:
+            own = members[home_of([member.engine for member in members], session)]
+            few[own.slot] = own
+        start = self._random.randrange(len(members))
+        for member in (*members[start : start + SAMPLE], *members[: max(0, start + SAMPLE - len(members))]):
+            few[member.slot] = member
+        return list(few.values())
 
     def believe(self, member: Member, asked: Asked, now: float) -> Belief | None:
         """A prompt goes to an upstream that does not tell what it holds: it will hold this."""
@@ -244,6 +248,11 @@ class Router:
         if belief is not None and learned is not None:
             learned.correct(belief, decision.cached, told)
 
+    def timed(self, member: Member, rate: float) -> None:
+        """An upstream computed prompt tokens at this rate, in tokens per second."""
+        member.engine.timed(rate)
+        settle_rates([one.engine for one in self._members])
+
     def measured(self, asked: Asked, prompt: int) -> None:
         """A prompt of known size made so many tokens."""
         if asked.size:
@@ -260,9 +269,34 @@ class Router:
         """For the vitals: what was decided and what came of it."""
         return {
             "decisions": self.decisions,
+            "seconds": self.seconds,
             "blocks": len(self.index),
             "expected": self.expected,
             "told": self.told,
             "events": self.exact.counts(),
             "unstable": self.beginnings.told_of(),
         }
+
+
+def _able(members: Sequence[Member], now: float) -> Sequence[Member]:
+    """Those known to serve the model before those that may; among these the healthy, if there are any."""
+    known = [member for member in members if member.known_models is not None] or members
+    return [member for member in known if member.health.available(now)] or known
+
+
+def _held(found: list[_Found], members: Sequence[Member], prompt: int) -> Held:
+    held: dict[int, Sequence[Share]] = {}
+    for tiers, tokens_each in found:
+        for i, member in enumerate(members):
+            bit, shares, above = 1 << member.slot, [], 0.0
+            for tier, depths in enumerate(tiers):
+                for depth, bits in depths:
+                    if bits & bit:
+                        tokens = min(depth * tokens_each, prompt)
+                        if tokens > above:
+                            shares.append((int(tokens - above), FETCH[tier] / member.engine.prefill_rate))
+                            above = tokens
+                        break
+            if shares:
+                held[i] = shares
+    return held

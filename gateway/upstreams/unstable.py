@@ -11,7 +11,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from cache.response.canonical import spell
-from gateway.upstreams.prompt import canonical_text
+from gateway.upstreams.prompt import first_user_turn
 
 MAX_CONVERSATIONS = 512
 MAX_BEGINNING = 16 * 1024
@@ -28,19 +28,18 @@ class Beginnings:
         self.changed: Counter[str] = Counter()
         self.last_at: dict[str, int] = {}
 
-    def look(self, model: str, body: Mapping[str, Any], root: int) -> int | None:
-        """The first byte of the prompt (in canonical spelling) that is not what it was a turn ago; None: it is the
-        same, or there is nothing to compare it with. Raises `BadBody`.
+    def look(self, model: str, body: Mapping[str, Any], begins: bytes, root: int) -> int | None:
+        """``begins``: the prompt before its first user turn, in canonical spelling. Its first byte that is not what it
+        was a turn ago; None: it is the same, or there is nothing to compare it with. Raises `BadBody`.
         """
         turns = body.get("messages") or body.get("input")
         if not isinstance(turns, list):
             return None
-        user = next((i for i, turn in enumerate(turns) if _role(turn) == "user"), len(turns))
+        user = first_user_turn(turns)
         if user + 1 >= len(turns) or _role(turns[user + 1]) != "assistant":
             return None
         name = xxh3_64_intdigest(spell(turns[user : user + 2]), root)
-        field = "messages" if body.get("messages") else "input"
-        begins = canonical_text({**body, field: turns[:user]})[:MAX_BEGINNING]
+        begins = begins[:MAX_BEGINNING]
         before = self._seen.pop(name, None)
         self._seen[name] = begins
         if len(self._seen) > MAX_CONVERSATIONS:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.routing import SLACK, Ask, Engine, PrefixPolicy, Reason, make_policy
+from policies.routing import SLACK, Ask, Engine, PrefixPolicy, Reason, make_policy, settle_rates
 
 NAMES = ("prefix", "load", "round_robin", "sticky")
 
@@ -40,6 +40,7 @@ ASKS = st.builds(
     prompt=st.integers(0, 1_000_000),
     held=st.dictionaries(st.integers(0, 7), SHARES),
     session=st.integers(0, 2**62),
+    shared=st.integers(0, 1_000_000),
 )
 
 
@@ -104,6 +105,24 @@ def test_the_bound_follows_the_weights():
 
 def test_with_nothing_going_on_the_engine_that_holds_the_prompt_gets_it():
     assert route(prefix_policy(), engines(8), Ask(1000, {5: ((300, 0.0),)})) == ("e5", "prefix")
+
+
+def test_a_system_prompt_that_one_engine_holds_does_not_draw_every_new_session_there():
+    fleet, policy = engines(4), prefix_policy()
+    holders: set[int] = set()
+    for number in range(40):
+        held = dict.fromkeys(holders, ((900, 0.0),))
+        index = policy.choose(fleet, Ask(1000, held, number + 1, shared=900), float(number)).index
+        fleet[index].add_work(100 if index in holders else 1000, float(number))
+        fleet[index].running += 1
+        holders.add(index)
+    assert holders == {0, 1, 2, 3}
+    assert max(engine.running for engine in fleet) <= 1.3 * 10
+
+
+def test_what_a_session_alone_holds_counts_for_more_than_what_all_share():
+    held = {0: ((900, 0.0),), 1: ((700, 0.0),)}
+    assert route(prefix_policy(), engines(2), Ask(1000, held, shared=500)) == ("e0", "prefix")
 
 
 def test_more_held_wins_over_less_held():
@@ -172,6 +191,48 @@ def test_equal_engines_share_new_prompts_evenly():
         chosen.running += 1
         chosen.pending += 1000
     assert {engine.running for engine in fleet} == {25}
+
+
+class TestRates:
+    def test_before_anything_is_measured_nothing_changes(self):
+        fleet = engines(3)
+        settle_rates(fleet)
+        assert {engine.prefill_rate for engine in fleet} == {5000.0}
+
+    def test_an_engine_that_was_never_timed_is_taken_to_be_like_the_others(self):
+        fleet = engines(3)
+        fleet[0].timed(1000)
+        fleet[1].timed(1000)
+        settle_rates(fleet)
+        assert [engine.prefill_rate for engine in fleet] == pytest.approx([1000] * 3)
+
+    def test_one_bad_measurement_starves_nobody(self):
+        fleet = engines(4)
+        for engine in fleet[1:]:
+            for _ in range(10):
+                engine.timed(1500)
+        fleet[0].timed(100)
+        settle_rates(fleet)
+        assert fleet[0].prefill_rate > 900
+
+    def test_many_measurements_show_who_is_slow(self):
+        fleet = engines(2)
+        for _ in range(100):
+            fleet[0].timed(500)
+            fleet[1].timed(4000)
+        settle_rates(fleet)
+        assert fleet[0].prefill_rate < 1000
+        assert fleet[1].prefill_rate > 2500
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.floats(1e-3, 1e12)), max_size=60))
+    def test_rates_stay_within_what_was_measured(self, seen):
+        fleet = engines(4)
+        for index, rate in seen:
+            fleet[index].timed(rate)
+        settle_rates(fleet)
+        rates = [rate for _, rate in seen] or [5000.0]
+        for engine in fleet:
+            assert min(rates) * 0.99 <= engine.prefill_rate <= max(rates) * 1.01
 
 
 def test_past_work_fades():

@@ -102,12 +102,13 @@ FLEETS = st.lists(
     prompt=st.integers(0, 2**40),
     held=st.dictionaries(st.integers(0, 7), st.lists(st.tuples(st.integers(1, 2**40), st.floats(0, 1e3)), max_size=3)),
     session=st.integers(0, 2**64),
+    shared=st.integers(0, 2**40),
 )
 def test_no_cost_is_ever_infinite_or_no_number(
-    fleet: list[Engine], work: float, prompt: int, held: Any, session: int
+    fleet: list[Engine], work: float, prompt: int, held: Any, session: int, shared: int
 ) -> None:
     fleet[0].add_work(work, 5.0)
-    ask = Ask(prompt, held, session)
+    ask = Ask(prompt, held, session, shared)
     works = [engine.work(10.0) for engine in fleet]
     assert all(map(math.isfinite, expected_costs(fleet, ask, works, session % 8)))
     assert 0 <= PrefixPolicy(random.Random(0).randrange).choose(fleet, ask, 10.0).index < len(fleet)

@@ -125,7 +125,7 @@ class TestPrompt:
     MESSAGES = ({"role": "system", "content": "s" * 600}, {"role": "user", "content": "hello " * 200})
 
     def hashes(self, **body: object) -> list[int]:
-        return chain(canonical_text(body), root_of("t"), CHUNK)
+        return chain(canonical_text(body)[0], root_of("t"), CHUNK)
 
     def test_a_longer_conversation_begins_with_the_shorter(self):
         short = self.hashes(messages=[*self.MESSAGES])
@@ -144,8 +144,16 @@ class TestPrompt:
         other_tools = self.hashes(tools=[{"name": "g" * 300}], messages=[*self.MESSAGES])
         assert not set(with_tools) & set(other_tools)
 
+    def test_what_comes_before_the_first_user_turn_is_common_to_conversations(self):
+        text, common = canonical_text({"tools": [{"name": "f"}], "messages": [*self.MESSAGES]})
+        assert text[:common].startswith(b'[{"name":"f"}]')
+        assert 600 < common < 680
+        assert text[common:].lstrip(b",").startswith(b'{"content":"hello')
+        assert canonical_text({"messages": [self.MESSAGES[1]]})[1] == 0
+        assert canonical_text({"system": "s" * 50, "messages": "hello"})[1] == 53
+
     def test_two_tenants_share_no_hash(self):
-        text = canonical_text({"prompt": "x" * 2000})
+        text, _ = canonical_text({"prompt": "x" * 2000})
         assert not set(chain(text, root_of("a"), CHUNK)) & set(chain(text, root_of("b"), CHUNK))
 
     def test_a_session_keeps_its_name_as_it_grows(self):
@@ -164,5 +172,7 @@ class TestPrompt:
         "body", [{}, {"messages": 5}, {"prompt": ["a", "b"]}, {"input": [[1, 2]]}, {"prompt": None}]
     )
     def test_odd_bodies_have_a_text_and_a_session(self, body):
-        assert isinstance(canonical_text(body), bytes)
+        text, common = canonical_text(body)
+        assert isinstance(text, bytes)
+        assert common == 0
         assert session_of(body, 1) > 0

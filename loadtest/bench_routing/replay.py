@@ -1,0 +1,117 @@
+"""Chats that grow turn by turn, many at once, and what became of their prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from loadtest.workloads import Chat
+
+ANSWER = 16
+"""Tokens of each answer."""
+THINK = 0.5
+"""Seconds that a user reads before the next question, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: the prompt's tokens, those of them that were held, and how it ended (`ok`, `lost`: without a single
+    byte of an answer, `broken`: behind the first).
+    """
+
+    prompt: int
+    cached: int
+    end: str
+
+
+@dataclass
+class Replay:
+    """All turns, in the order in which they ended."""
+
+    turns: list[Turn] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def reuse(self) -> float:
+        """The share of all prompt tokens that was held."""
+        return reuse(self.turns)
+
+    def ended(self, how: str) -> int:
+        return sum(turn.end == how for turn in self.turns)
+
+    def quarter(self, number: int) -> float:
+        """The reuse in the first (0) to last (3) quarter of the turns."""
+        size = len(self.turns) // 4
+        return reuse(self.turns[number * size : (number + 1) * size])
+
+
+def reuse(turns: list[Turn]) -> float:
+    """The share of prompt tokens that was held; turns that failed count for nothing."""
+    return sum(turn.cached for turn in turns) / max(1, sum(turn.prompt for turn in turns))
+
+
+async def replay(
+    url: str,
+    model: str,
+    chats: int,
+    turns: int,
+    at_once: int,
+    midway: Callable[[], Awaitable[None]] | None = None,
+) -> Replay:
+    """Drives so many chats, ``at_once`` requests at a time; the same questions each time it is called. ``midway`` is
+    called beside them when half of the turns are over.
+    """
+    result, gate = Replay(), asyncio.Semaphore(at_once)
+    halfway = asyncio.Event()
+    began = time.monotonic()
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        rng, chat = random.Random(number), Chat(random.Random(1000 + number), turns)
+        while not chat.over:
+            body = chat.body(model) | {"temperature": 0, "max_tokens": ANSWER, "ignore_eos": True}
+            async with gate:
+                turn, said = await _ask(client, body | {"stream_options": {"include_usage": True}})
+            chat.answered(said)
+            result.turns.append(turn)
+            if len(result.turns) * 2 >= chats * turns:
+                halfway.set()
+            await asyncio.sleep(rng.random() * THINK)
+
+    async def mischief() -> None:
+        await halfway.wait()
+        if midway is not None:
+            await midway()
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False, limits=limits) as client:
+        await asyncio.gather(mischief(), *(one(client, number) for number in range(chats)))
+    result.seconds = time.monotonic() - began
+    return result
+
+
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Turn, str]:
+    said, usage, ended = "", None, False
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                return Turn(0, 0, "lost"), ""
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    ended = True
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    usage = event.get("usage") or usage
+                    said += "".join(choice["delta"].get("content") or "" for choice in event.get("choices") or ())
+    except httpx.TransportError:
+        pass
+    if not ended or usage is None:
+        return Turn(0, 0, "broken" if said else "lost"), said
+    details = usage.get("prompt_tokens_details") or {}
+    return Turn(usage["prompt_tokens"], details.get("cached_tokens") or 0, "ok"), said
