@@ -1,4 +1,4 @@
-"""The command `warmgate`: serve, engine, check, doctor, lint, purge, version. Errors are a sentence each, exit code 2."""
+"""The command `warmgate`: serve, engine, check, doctor, lint, purge, version. Errors: a sentence each, exit code 2."""
 
 import asyncio
 import json
