@@ -132,7 +132,6 @@ class _Scrape(Collector):
         deciding = _counter("warmgate_route_seconds", "Time taken by these decisions, without tokenizing.")
         held = _counter("warmgate_route_tokens", "Prompt tokens held where they went, as expected and as told.", "kind")
         blocks = _gauge("warmgate_route_index_blocks", "Beginnings of prompts in the router's index.")
-        unstable = _counter("warmgate_unstable_prefix", "Prompts whose beginning changes from turn to turn.", "model")
         events = _counter("warmgate_kv_events", "KV events, and what was wrong with them.", "upstream", "what")
         sentinel = _gauge("warmgate_sentinel_ok", "Lights: 1 green, 0 red.", "light", "upstream", "tier")
         round_at = _gauge("warmgate_sentinel_round_timestamp_seconds", "When the last round of sentinels ended.")
@@ -168,8 +167,6 @@ class _Scrape(Collector):
             for kind in ("expected", "told"):
                 held.add_metric([worker, kind], told["routing"][kind])
             blocks.add_metric([worker], told["routing"]["blocks"])
-            for model, changed in told["routing"]["unstable"].items():
-                unstable.add_metric([worker, model], changed["requests"])
             for upstream, counts in told["routing"]["events"].items():
                 for what, count in counts.items():
                     events.add_metric([worker, upstream, what], count)
@@ -203,7 +200,6 @@ class _Scrape(Collector):
             deciding,
             held,
             blocks,
-            unstable,
             events,
             sentinel,
             round_at,

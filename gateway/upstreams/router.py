@@ -20,7 +20,6 @@ from gateway.upstreams.exact import ExactSource
 from gateway.upstreams.pool import Member
 from gateway.upstreams.prefix_index import Belief, Depths, Learned, PrefixIndex, deepest
 from gateway.upstreams.prompt import CHUNK, canonical_text, chain, root_of, session_of
-from gateway.upstreams.unstable import Beginnings
 from policies.routing import Ask, Decision, Held, Share, home_of, make_policy, settle_rates
 
 TOKENS_PER_BYTE = 0.25
@@ -43,7 +42,7 @@ _Found = tuple[list[Depths], float]
 class Asked:
     """A request as the router sees it. ``size``: bytes of its prompt. ``blocks``: the chain of its token blocks for
     each upstream (by name) that tells which it holds, with the tokens in one block. ``common``: bytes of its
-    prompt before the first user turn; ``unstable``: the first of them that is not what it was a turn ago.
+    prompt before the first user turn.
     """
 
     model: str
@@ -53,7 +52,6 @@ class Asked:
     tokens: int = 0
     blocks: Mapping[str, tuple[Sequence[int], int]] = field(default_factory=dict)
     common: int = 0
-    unstable: int | None = None
 
 
 class Route:
@@ -75,11 +73,10 @@ class Route:
 
     @property
     def header(self) -> bytes:
-        """For ``x-warmgate-route``: why it went there, and what keeps its beginning from being reused."""
+        """For ``x-warmgate-route``: why it went there."""
         decision = self.decision
         held = f"; cached={decision.cached}/{decision.cached + decision.uncached}" if decision.cached else ""
-        unstable = f"; unstable={self._asked.unstable}" if self._asked.unstable is not None else ""
-        return f"{decision.reason}{held}{unstable}".encode()
+        return f"{decision.reason}{held}".encode()
 
     @property
     def waiting(self) -> bool:
@@ -145,7 +142,6 @@ class Router:
         self._learned: dict[str, Learned] = {}
         self._tokens_per_byte: dict[str, float] = {}
         self.exact = ExactSource(self.index)
-        self.beginnings = Beginnings()
         self.decisions: Counter[str] = Counter()
         self.expected = self.told = 0
         self.seconds = 0.0
@@ -177,16 +173,15 @@ class Router:
         root = root_of(salt, model)
         try:
             text, common = canonical_text(body)
-            unstable = self.beginnings.look(model, body, text[:common], root)
         except BadBody:
             return Asked(model, size)
         session = session_of(body, root)
         if self._routing.policy == "sticky":
-            return Asked(model, len(text), session=session, unstable=unstable)
+            return Asked(model, len(text), session=session)
         tokens, blocks = await self.exact.read(path, body, salt, members)
         needs_chunks = any(member.name not in blocks for member in members)
         chunks = chain(text, root, CHUNK) if needs_chunks else ()
-        return Asked(model, len(text), chunks, session, tokens, blocks, common, unstable)
+        return Asked(model, len(text), chunks, session, tokens, blocks, common)
 
     def route(self, asked: Asked, members: Sequence[Member]) -> Route:
         """Decides, and counts the load at once. ``members``: at least one."""
@@ -274,7 +269,6 @@ class Router:
             "expected": self.expected,
             "told": self.told,
             "events": self.exact.counts(),
-            "unstable": self.beginnings.told_of(),
         }
 
 
