@@ -90,10 +90,10 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     @router.post("/reload")
     async def reload_config() -> dict[str, Any]:
         try:
-            reload(runtime, source)
+            later = reload(runtime, source)
         except ReloadError as error:
             raise HTTPException(400, str(error)) from None
-        return {"reloaded": True}
+        return {"reloaded": True, "at_next_start": later}
 
     @router.get("/faq")
     async def get_faq() -> PlainTextResponse:

@@ -33,6 +33,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="Configuration file (default: ./warmgate.yaml where there is one)."),

@@ -50,9 +50,16 @@ def shortcomings(config: Config) -> list[str]:
 
 def adopted(new: Config, running: Config) -> Config:
     """``new`` as a running gateway takes it over: the port stays bound, the embedded engine as it was started."""
-    engine = [upstream for upstream in running.upstreams if running.engine and upstream.name == ENGINE_UPSTREAM]
-    upstreams = (*new.upstreams, *engine)
+    own = {ENGINE_UPSTREAM} if running.engine else set()
+    engine = [upstream for upstream in running.upstreams if upstream.name in own]
+    upstreams = (*(upstream for upstream in new.upstreams if upstream.name not in own), *engine)
     return new.model_copy(update={"listen": running.listen, "engine": running.engine, "upstreams": upstreams})
+
+
+def waiting(new: Config, running: Config) -> list[str]:
+    """Keys that differ and take effect at the next start only."""
+    listen = new.listen.model_copy(update={"port": new.listen.port or running.listen.port})
+    return (["listen"] if listen != running.listen else []) + (["engine"] if new.engine != running.engine else [])
 
 
 def unchangeable(new: Config, running: Config) -> list[str]:

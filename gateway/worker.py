@@ -21,7 +21,7 @@ from gateway.app import Gateway, create_app
 from gateway.config import Config
 from gateway.reload import ReloadError, reload
 from gateway.server import Server, server_config
-from gateway.source import Source, adopted
+from gateway.source import Source
 
 GARBAGE = 20_000
 """New objects after which cycles are looked for; the request path makes next to none."""
@@ -47,7 +47,7 @@ async def serve(listener: socket.socket, grace: float, source: Source) -> None:
 
     def read_again() -> Config:
         """For POST /admin/reload: this worker now, all of them by way of the supervisor."""
-        config = adopted(source.read(), app.runtime.config)
+        config = source.read()
         os.kill(os.getppid(), signal.SIGHUP)
         return config
 

@@ -19,10 +19,12 @@ from gateway.sentinels.lights import Light, green, grey, red
 from gateway.sentinels.telling import Telling
 from gateway.upstreams.pool import Member
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 """Seconds that an upstream may take for all its canaries of a round."""
 ELDERS = 10
 """Rounds for which a canary is remembered; the oldest is asked once more in each."""
+LOUD = 3
+"""Rounds in a row without an answer that turn a light red."""
 _MOST_TIERS = 8
 _FILLER = (
     "This text is sent by the gateway that stands before you, to see whether you still know what you have just read. "
@@ -72,6 +74,7 @@ class Computing:
         self._asked_as = ("", "")  # model and revision
         self._elders: deque[tuple[dict[str, Any], int]] = deque()  # what was asked, and the prompt's tokens
         self._tiers: set[str] = set()  # that it has told of
+        self._unanswered_rounds = 0
 
     async def look(self, runtime: Runtime, member: Member, spent: Counter[str]) -> list[Light]:
         """One round. What it costs is added to ``spent``."""
@@ -79,11 +82,13 @@ class Computing:
             return [grey("prefix", "canaries speak OpenAI's dialect only", "upstreams[].api", self._name)]
         try:
             async with asyncio.timeout(PATIENCE):
-                return await self._look(runtime, member, spent)
+                lights = await self._look(runtime, member, spent)
+            self._unanswered_rounds = 0
+            return lights
         except NoAnswer as error:
-            light = self._unanswered(error)
+            light = self._no_answer(error)
         except TimeoutError:
-            light = self._unanswered(NoAnswer(504, f"nothing within {PATIENCE:g} s"))
+            light = self._no_answer(NoAnswer(504, f"nothing within {PATIENCE:g} s"))
         rest = ("prefix of another tenant", "template", "events")
         return [light, *(grey(name, "needs an answer of the upstream", upstream=self._name) for name in rest)]
 
@@ -192,7 +197,9 @@ class Computing:
             return grey(name, "not yet: told from the second round on", upstream=self._name)
         return green(name, self._name)
 
-    def _unanswered(self, error: NoAnswer) -> Light:
+    def _no_answer(self, error: NoAnswer) -> Light:
+        """Whoever is still loading or has too much to do fails loudly if it fails, so that red takes some rounds."""
+        self._unanswered_rounds += 1
         said = f"status {error.status}: {str(error)[:200]}"
         if error.status in (401, 403):
             return red("prefix", f"it refuses the gateway ({said})", "upstreams[].api_key", self._name)
@@ -200,6 +207,8 @@ class Computing:
             return grey("prefix", f"it is too busy for canaries ({said})", upstream=self._name)
         if 400 <= error.status < 500:
             return grey("prefix", f"it does not take chat canaries ({said})", "upstreams[].sentinel", self._name)
+        if self._unanswered_rounds < LOUD:
+            return grey("prefix", f"no answer yet: it is loading, busy or gone ({said})", upstream=self._name)
         return red("prefix", f"it does not answer ({said})", "upstreams[].url", self._name)
 
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from cache.stores.disk import suspect
 from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, EngineConfig, Secret, Upstream
-from gateway.source import Source, adopted, unchangeable
+from gateway.source import Source, adopted, unchangeable, waiting
 from gateway.supervisor.children import Child, end, ending, environment, python_module
 from gateway.supervisor.greeting import address, greeting
 from gateway.supervisor.listening import StartError, bind, free_port
@@ -104,13 +104,8 @@ class Supervisor:
         if fixed := unchangeable(config, self.config):
             say(f"the configuration was not reloaded: a change of {', '.join(fixed)} needs a restart")
             return
-        listen = config.listen.model_copy(update={"port": config.listen.port or self.config.listen.port})
-        for name, new, running in (
-            ("listen", listen, self.config.listen),
-            ("engine", config.engine, self.config.engine),
-        ):
-            if new != running:
-                say(f"changes of '{name}' take effect at the next start")
+        for name in waiting(config, self.config):
+            say(f"changes of '{name}' take effect at the next start")
         self.config = adopted(config, self.config)
         for child in self.workers:
             child.send()

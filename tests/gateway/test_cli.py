@@ -50,7 +50,9 @@ class TestHelp:
             assert flag in out
 
     def test_version(self, warmgate: Run):
-        assert warmgate("version")[:2][1].startswith("warmgate ")
+        code, out, _ = warmgate("version")
+        assert out.startswith("warmgate ")
+        assert warmgate("--version") == (code, out, "")
 
     @pytest.mark.parametrize("words", [["srve"], ["serve", "--prot", "1"], ["serve", "--port", "x"]])
     def test_a_mistyped_command_is_told_without_a_traceback(self, warmgate: Run, words: list[str]):
@@ -148,7 +150,7 @@ class TestServe:
                     break
             assert "only remembered and curated answers can be given" in told
             url = line.split("Dashboard: ")[1].strip().removesuffix("/dashboard")
-            assert ask(url + "/admin/reload", None, {}) == {"reloaded": True}
+            assert ask(url + "/admin/reload", None, {}) == {"reloaded": True, "at_next_start": []}
             for line in process.stdout:
                 told += line
                 if "reloaded" in line:
@@ -244,6 +246,18 @@ class TestPurge:
         url, seen = admin
         warmgate("purge", "--before", "1h", "--url", url)
         assert seen[0][2]["before"] == pytest.approx(time.time() - 3600, abs=5)
+
+    def test_without_an_address_it_asks_where_the_configuration_listens(
+        self, warmgate: Run, admin, tmp_path: Path, monkeypatch
+    ):
+        url, seen = admin
+        monkeypatch.setenv("WARMGATE_ADMIN_KEY", "k")  # which is no setting
+        (tmp_path / "warmgate.yaml").write_text(f"listen: {{port: {url.rpartition(':')[2]}}}\n")
+        assert warmgate("purge", "--tag", "news")[0] == 0
+        assert seen == [("/admin/purge", "Bearer k", {"tag": "news", "soft": False})]
+        (tmp_path / "other.yaml").write_text("listen: {port: 0}\n")
+        code, _, err = warmgate("purge", "--tag", "news", "--config", "other.yaml")
+        assert (code, "name the gateway with --url" in err) == (2, True)
 
     @pytest.mark.parametrize("admin", [403], indirect=True)
     def test_a_refusal_is_passed_on(self, warmgate: Run, admin):

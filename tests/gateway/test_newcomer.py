@@ -15,6 +15,7 @@ from gateway.source import shortcomings
 from loadtest.stub_upstream import StubUpstream
 from tests.field.conftest import B, Bench
 from tests.gateway.conftest import Start
+from tests.harness import running_gateway, upstream
 
 FAQ = '- ask: "When was OpenAI founded?"\n  answer: "In December 2015."\n'
 ASKED = {"role": "user", "content": "when was openai founded"}
@@ -141,6 +142,27 @@ class TestPaths:
             assert refused.status_code == 404
             assert refused.json()["error"]["message"] == f"There is no {path} here; the API is below /v1."
 
+    async def test_what_is_open_to_whoever_reaches_the_port(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Names and counts, nothing of any request; all else needs a key."""
+        monkeypatch.setenv("ADMIN", "admin-key")
+        monkeypatch.setenv("T1", "tenant-key")
+        locked = {"admin": {"key": "env:ADMIN"}, "tenants": [{"name": "t1", "keys": ["env:T1"]}]}
+        async with start(**locked, cache={"disk": "off"}) as bench:
+            await bench.send({**B, "messages": [{"role": "user", "content": "a secret question"}]}, key="tenant-key")
+            for path in ("/healthz", "/readyz", "/metrics", "/openapi.json", "/dashboard"):
+                told = await bench.gateway.client.get(path)
+                assert told.status_code == 200
+                assert not any(word in told.text for word in ("secret question", "admin-key", "tenant-key"))
+            for path in ("/admin/status", "/admin/sentinels", "/admin/ledger", "/dashboard/api/overview", "/v1/models"):
+                assert (await bench.gateway.client.get(path)).status_code == 401
+
+    async def test_a_store_in_order_reads_as_such(self, start: Start, tmp_path: Path) -> None:
+        async with start(cache={"disk": {"path": str(tmp_path)}}) as bench:
+            ready = (await bench.gateway.client.get("/readyz")).json()
+            assert ready == {"status": "ready", "stores": {"disk": "ok"}}
+
     @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
     async def test_load_balancers_that_ask_with_head(self, start: Start, path: str) -> None:
         async with start() as bench:
@@ -148,6 +170,14 @@ class TestPaths:
 
 
 class TestConfiguration:
+    async def test_a_reload_names_what_waits_for_the_next_start(self, u: StubUpstream) -> None:
+        config = {"upstreams": [upstream(u.url)], "cache": {"disk": "off"}, "ledger": "off"}
+        changed = Config.model_validate({**config, "listen": {"port": 9}, "cache": {"disk": "off", "ttl": 9}})
+        async with running_gateway({**config, "cache": {"disk": "off", "holdout": 0.01}}, None, lambda: changed) as one:
+            told = await one.client.post("/admin/reload")
+            assert told.json() == {"reloaded": True, "at_next_start": ["listen"]}
+            assert (one.app.runtime.config.cache.ttl, one.app.runtime.config.listen.port) == (9, 8080)
+
     def test_a_model_file_that_is_missing(self, tmp_path: Path) -> None:
         missing = tmp_path / "none.gguf"
         config = Config.model_validate({"engine": {"model": str(missing)}, "ledger": "off"})

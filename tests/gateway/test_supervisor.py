@@ -14,7 +14,7 @@ import pytest
 
 from cache.stores.environment import SUSPECT
 from gateway.config import Config, ConfigError
-from gateway.source import Source, adopted
+from gateway.source import Source, adopted, waiting
 from gateway.supervisor import Backoff, StartError, Supervisor
 from gateway.supervisor.greeting import greeting, overview
 from gateway.supervisor.listening import bind
@@ -195,6 +195,9 @@ class TestReload:
         taken = adopted(new, old)
         assert (taken.listen.port, taken.engine) == (9, old.engine)
         assert [upstream.name for upstream in taken.upstreams] == ["b", "engine"]
+        assert adopted(taken, old) == taken
+        assert waiting(new, old) == ["listen", "engine"]
+        assert waiting(taken, old) == []
 
 
 class TestCannotStart:

@@ -186,7 +186,8 @@ async def test_an_engine_that_keeps_no_prefixes(engine: Engine) -> None:
 async def test_an_upstream_that_is_gone() -> None:
     gone = upstream("http://127.0.0.1:9", models=["m1"], sentinel="on")
     async with watched(upstreams=[gone]) as gateway:
-        assert await gateway.reds() == {"prefix": "upstreams[].url"}
+        found = [await gateway.reds() for _ in range(3)]
+        assert found == [{}, {}, {"prefix": "upstreams[].url"}]  # it may only be loading
 
 
 async def test_a_sentinel_that_fails_is_red_itself(u: StubUpstream, monkeypatch: pytest.MonkeyPatch) -> None:
