@@ -14,6 +14,7 @@ from cache.response.tags import EVERYTHING, before, soft
 from gateway.access import plain, require_operator
 from gateway.dialects import DIALECTS
 from gateway.explanation import explanation
+from gateway.ladder import report as ladder_report
 from gateway.plan import BadRequest, read_body
 from gateway.prefix_health import report as prefix_report
 from gateway.reload import ReloadError, Source, reload
@@ -47,6 +48,13 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     async def sentinels() -> dict[str, Any]:
         """The lights of all workers, the red ones first, and what looking costs."""
         return report(await of_all_workers(runtime), runtime.clock.time())
+
+    @router.get("/ladder")
+    async def ladder() -> dict[str, Any]:
+        """What an ideal response cache would have answered, and to what the rest was lost."""
+        told = [worker["misses"] for worker in (await of_all_workers(runtime)).values()]
+        since = min(one["since"] for one in told)
+        return ladder_report(told, await outcomes(runtime, since) or {})
 
     @router.get("/prefix-health")
     async def prefix_health() -> dict[str, Any]:

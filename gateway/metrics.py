@@ -118,6 +118,7 @@ class _Scrape(Collector):
         entries = _gauge("warmgate_memory_entries", "Entries in the memory tier.")
         evictions = CounterMetricFamily("warmgate_memory_evictions", "Entries evicted from memory.", labels=["worker"])
         not_stored = _counter("warmgate_not_stored", "Answers not stored, by reason.", "reason")
+        missed = _counter("warmgate_missed", "Misses of requests that take part in the cache, by cause.", "cause")
         bad = _counter("warmgate_bad_entries", "Stored bytes that were not believed, by reason.", "reason")
         circuit = _gauge("warmgate_store_circuit", "0 closed, 1 half-open, 2 open.", "store")
         calls = _counter("warmgate_store_calls", "Calls to the shared store.", "store", "call", "result")
@@ -146,7 +147,12 @@ class _Scrape(Collector):
                 most.add_metric([worker], told["memory"]["max_bytes"])
                 entries.add_metric([worker], told["memory"]["entries"])
                 evictions.add_metric([worker], told["memory"]["evictions"])
-            for family, counts in ((not_stored, told["not_stored"]), (bad, told["bad_entries"])):
+            by_word = (
+                (not_stored, told["not_stored"]),
+                (missed, told["misses"]["causes"]),
+                (bad, told["bad_entries"]),
+            )
+            for family, counts in by_word:
                 for reason, count in counts.items():
                     family.add_metric([worker, reason], count)
             if told["store"] is not None:
@@ -188,6 +194,7 @@ class _Scrape(Collector):
             entries,
             evictions,
             not_stored,
+            missed,
             bad,
             circuit,
             calls,

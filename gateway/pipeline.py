@@ -17,6 +17,7 @@ from gateway.exchange import Exchange
 from gateway.hit import hit_headers, kept_response
 from gateway.holdout import PATIENCE, agreement
 from gateway.http import JSON, Request, Response, Stream
+from gateway.ladder import seen, uncacheable
 from gateway.ledger import SAVED, Outcome
 from gateway.passthrough import list_models, one_model, pass_through
 from gateway.plan import BadRequest, Plan, read_body
@@ -25,6 +26,7 @@ from gateway.shortcut import Shortcut
 from gateway.tenants import Denied
 from gateway.upstreams.client import UpstreamError
 from policies.freshness import freshness, serves_after_error
+from policies.misses import Cause
 
 COME_BACK_AFTER = 2
 """Seconds after which a caller may try again where no upstream was reached: about as long as one is left alone at
@@ -136,9 +138,16 @@ class Pipeline:
             message = "Nothing stored answers this request (only-if-cached)."
             status = (b"cache-status", b"warmgate; fwd=" + fwd.encode())
             return exchange.refusal(504, message, "not_cached", [status])
+        cause: Cause | None = None
         if not plan.verdict.cacheable:
             fwd, row.reason = "bypass", plan.verdict.reason
-        return await self._coalescing.answer(exchange, plan, fwd, lambda: self._spare(exchange, plan, stale))
+            runtime.misses.uncacheable(uncacheable(exchange.request, row.tenant))
+        elif plan.may_recall and plan.may_keep:
+            cause = runtime.misses.cause(seen(plan), runtime.clock.time())
+        response = await self._coalescing.answer(exchange, plan, fwd, lambda: self._spare(exchange, plan, stale))
+        if cause is not None and row.outcome == "miss":
+            runtime.misses.count(cause)
+        return response
 
     async def _hold_out(self, exchange: Exchange, plan: Plan, entry: Entry) -> Response:
         """Sends upstream what could have been answered; the kept answer serves should that fail."""

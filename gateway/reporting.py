@@ -47,10 +47,13 @@ async def rows_response(runtime: Runtime, asked: Mapping[str, str], tenant: str 
     return _csv(rows, "requests") if _format(asked) == "csv" else JSONResponse({"rows": rows})
 
 
-async def outcomes(runtime: Runtime) -> dict[str, int] | None:
-    """All requests that are remembered, by outcome; None where the ledger cannot be read."""
+async def outcomes(runtime: Runtime, since: float = 0.0) -> dict[str, int] | None:
+    """All requests that are remembered, by outcome, from the minute of ``since`` on (unix seconds); None where the
+    ledger cannot be read.
+    """
+    scope = Scope(int(since // MINUTE) * MINUTE)
     try:
-        sums = await runtime.ledger.read(lambda connection: query.sums(connection, Scope(), ("outcome",)))
+        sums = await runtime.ledger.read(lambda connection: query.sums(connection, scope, ("outcome",)))
     except LedgerClosed:
         return None
     return {line.key[0]: line.counts[REQUESTS] for line in sums if line.counts[REQUESTS]}

@@ -44,6 +44,7 @@ from gateway.upstreams.discovery import Discovery
 from gateway.upstreams.pool import Pool
 from gateway.upstreams.router import Router
 from gateway.upstreams.watch import Watch
+from policies.misses import Misses
 from policies.pricing import PriceError, PriceTable
 from policies.retry import Retries
 
@@ -83,7 +84,8 @@ class Runtime:
             self.shared_flights = SharedFlights(self.shared, self.shared.store.leases)
             quotas = SharedQuotas(self.shared, self.shared.store.quotas)
         self.recall = Recall(self.memory, self.shared, self.generations)
-        self.keeper = Keeper(self.memory, self.shared)
+        self.misses, self.misses_since = Misses(), self.clock.time()
+        self.keeper = Keeper(self.memory, self.shared, self.misses)
         self.usages = Usages(self.clock, quotas)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._faq_seen: tuple[Path | None, float] = (None, 0.0)

@@ -52,6 +52,12 @@ def vitals(runtime: Runtime) -> Vitals:
         "not_stored": runtime.not_stored,
         "bad_entries": runtime.recall.bad_entries,
         "sentinels": runtime.board.told(),
+        "misses": {
+            "since": runtime.misses_since,
+            "causes": runtime.misses.causes,
+            "fields": dict(runtime.misses.fields.most_common(20)),
+            "uncacheable_repeats": runtime.misses.uncacheable_repeats,
+        },
         "prefixes": runtime.prefix_health.told(runtime.clock.monotonic()),
         "ledger": {"problem": runtime.ledger.problem, "dropped": runtime.ledger.dropped},
     }

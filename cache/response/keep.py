@@ -8,6 +8,7 @@ from cache.response.entry import Entry, encode
 from cache.stores.breaker import GuardedStore
 from cache.stores.memory import MemoryStore
 from policies.admission import Sightings
+from policies.misses import Misses
 
 MAX_WRITES_IN_FLIGHT = 1024
 """Writes to the shared store that may wait at once; beyond it an answer stays in memory only."""
@@ -15,16 +16,19 @@ MAX_WRITES_IN_FLIGHT = 1024
 
 class Keeper:
     """Writes entries, from the ``min_uses``-th sighting of a question on. ``skipped`` counts shared writes given up
-    because too many were waiting.
+    because too many were waiting. ``misses`` is told what is kept.
     """
 
-    def __init__(self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None) -> None:
+    def __init__(
+        self, memory: MemoryStore[Entry] | None, shared: GuardedStore | None, misses: Misses | None = None
+    ) -> None:
         self._memory = memory
         self._shared = shared
         self._writes: dict[asyncio.Task[bool], bytes] = {}
         self.skipped = 0
         self.min_uses = 1
         self._sightings = Sightings()
+        self._misses = misses or Misses()
 
     def sight(self, key: bytes) -> None:
         """Counts a question that could not be answered from the store."""
@@ -40,6 +44,7 @@ class Keeper:
         ttl = entry.kept_until - now
         if ttl <= 0:
             return
+        self._misses.stored(key, entry.expires)
         if self._memory is not None and hold(self._memory, key, entry) is not entry:
             return
         if self._shared is None:

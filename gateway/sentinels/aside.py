@@ -39,6 +39,7 @@ from gateway.shortcut import Shortcut
 from gateway.tenants import Tenants
 from gateway.upstreams.pool import Member, Pool
 from gateway.upstreams.router import Router
+from policies.misses import Misses
 from policies.retry import Retries
 
 PATH = "/v1/chat/completions"
@@ -115,6 +116,7 @@ class Aside:
         upstream: Upstream | None = None,
     ) -> None:
         self.runtime = mine = copy(runtime)
+        mine.misses = Misses()
         mine.prefix_health = PrefixHealth(runtime.clock.monotonic())
         mine.ledger = Ledger(None, runtime.clock)
         mine.not_stored = Counter()
