@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from gateway.http import Request
 from gateway.plan import Plan, Planner
-from gateway.upstreams.pool import Member, Pool
+from gateway.split import Counted, Send, Sent, Splits
+from gateway.upstreams.pool import Member, Pool, for_whole
 from gateway.upstreams.router import Asked, Route, Router
 from policies.retry import Retries
 
@@ -29,6 +30,7 @@ class Attempts:
         planner: Planner,
         pool: Pool,
         router: Router,
+        splits: Splits,
         retries: Retries,
     ) -> None:
         self.plan = plan
@@ -37,7 +39,9 @@ class Attempts:
         self._members = tuple(members)
         self._left = list(members)
         self._fallbacks = list(plan.model.fallback) if plan.repeatable and plan.dialect.interchangeable else []
-        self._planner, self._pool, self._router = planner, pool, router
+        self._prefills = [member for member in members if member.config.role == "prefill"]
+        self._sent = False
+        self._planner, self._pool, self._router, self._splits = planner, pool, router, splits
         self._retries = retries
         self._asked: Asked | None = None
         self._rounds = 0
@@ -63,9 +67,15 @@ class Attempts:
             salt = self._planner.salt(plan.caller.tenant)
             size, path = len(plan.outgoing), plan.dialect.path
             self._asked = await self._router.read(plan.model.target, path, plan.body, size, salt, self._left)
-        route = self._router.route(self._asked, self._left)
+        route = self._router.route(self._asked, for_whole(self._left))
         self._left.remove(route.member)
         return route
+
+    async def send(self, route: Route, send: Send, counted: Counted) -> Sent:
+        """Sends what is sent now to the upstream of a route, split if that pays; once it has failed, whole."""
+        assert self._asked is not None
+        again, self._sent = self._sent, True
+        return await self._splits.send(self.plan, self._asked, route, self._prefills, send, counted, again=again)
 
     async def another(self, *, sent: bool, retry_after: float | None = None) -> bool:
         """Whether there is somebody to turn to after a failure. ``sent``: the request may have arrived.

@@ -131,6 +131,7 @@ class _Scrape(Collector):
         )
         routes = _counter("warmgate_route_decisions", "Upstream calls by the reason for where they went.", "reason")
         deciding = _counter("warmgate_route_seconds", "Time taken by these decisions, without tokenizing.")
+        splits = _counter("warmgate_splits", "Requests split over two upstreams, and others by why not.", "result")
         held = _counter("warmgate_route_tokens", "Prompt tokens held where they went, as expected and as told.", "kind")
         blocks = _gauge("warmgate_route_index_blocks", "Beginnings of prompts in the router's index.")
         events = _counter("warmgate_kv_events", "KV events, and what was wrong with them.", "upstream", "what")
@@ -170,6 +171,8 @@ class _Scrape(Collector):
             for reason, count in told["routing"]["decisions"].items():
                 routes.add_metric([worker, reason], count)
             deciding.add_metric([worker], told["routing"]["seconds"])
+            for result, count in told["splits"].items():
+                splits.add_metric([worker, result], count)
             for kind in ("expected", "told"):
                 held.add_metric([worker, kind], told["routing"][kind])
             blocks.add_metric([worker], told["routing"]["blocks"])
@@ -205,6 +208,7 @@ class _Scrape(Collector):
             ejected,
             routes,
             deciding,
+            splits,
             held,
             blocks,
             events,

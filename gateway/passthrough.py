@@ -14,7 +14,7 @@ from gateway.runtime import Runtime
 from gateway.tenants import Caller, Denied
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
 from gateway.upstreams.headers import through_to_caller, through_to_upstream
-from gateway.upstreams.pool import Member
+from gateway.upstreams.pool import Member, for_whole
 from gateway.upstreams.router import Asked, Route
 
 _DOTS = frozenset((".", ".."))
@@ -90,7 +90,7 @@ async def _members(runtime: Runtime, name: str | None, request: Request) -> Sequ
     if not runtime.pool.members:
         raise UpstreamError("connect", "no upstream is configured", sent=False)
     serving = await runtime.pool.serving(runtime.planner.model(name).target, request) if name is not None else []
-    return serving or runtime.pool.members[:1]
+    return for_whole(serving or runtime.pool.members)[: len(serving) or 1]
 
 
 class _Through(Stream):

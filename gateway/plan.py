@@ -28,6 +28,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _MAX_TAGS = 16
 _MAX_NAMES = 4096
 """Models remembered; callers choose their names."""
+_NEVER_SENT = frozenset(("cache_salt", "kv_transfer_params"))
+"""What upstreams hear from the gateway alone."""
 _NO_SETTINGS = TenantCache()
 NOWHERE = Identity(b"", b"")
 """The identity of a request that takes no part in the cache: making one costs more than passing the request on."""
@@ -225,9 +227,9 @@ class Planner:
             changes |= dialect.hint(body, self.salt(tenant))
         if model.target != model.name:
             changes["model"] = model.target
-        if not changes and "cache_salt" not in body:
+        if not changes and _NEVER_SENT.isdisjoint(body):
             return raw
-        return respell({name: value for name, value in {**body, **changes}.items() if name != "cache_salt"})
+        return respell({name: value for name, value in {**body, **changes}.items() if name not in _NEVER_SENT})
 
     def _rule(self, tenant: str, own: TenantCache, model: Model, path: str) -> _Rule:
         key = (tenant, model.name, path)

@@ -22,6 +22,7 @@ from gateway.ledger import Call
 from gateway.ledger import Outcome as RowOutcome
 from gateway.plan import Plan, Planner
 from gateway.reading import CallFlight, EventStream, Head, Keep, Landed, Plain, Raw, Reading, read_from
+from gateway.split import Sent
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
 from gateway.upstreams.headers import retry_after, to_caller, to_upstream
 from gateway.upstreams.pool import Member
@@ -104,7 +105,12 @@ class Relay:
         while True:
             with await attempts.next() as route, self._counted(attempts.plan, route.member, cause) as call:
                 try:
-                    response = await self._send(attempts.plan, request, request_id, route.member)
+                    sent = await attempts.send(
+                        route,
+                        partial(self._send, request, request_id),
+                        lambda member: self._counted(attempts.plan, member, cause),
+                    )
+                    response = sent.response
                     if response.status >= 300:
                         call.usage = UNUSED
                     if response.status in SENT_AWAY:
@@ -125,22 +131,22 @@ class Relay:
                         if not fallback
                         else partial(self._not_kept, plan, f"the model {fallback} stood in")
                     )
-                    landed = await self._read(attempts.plan, route, response, flight, keep, fallback, wanted=wanted)
+                    landed = await self._read(attempts.plan, route, sent, flight, keep, fallback, wanted=wanted)
                 except UpstreamError as error:
                     call.made = error.sent
                     route.failed()
                     if flight.opened or not await attempts.another(sent=error.sent):
                         raise
                     continue
-                call.usage = call.usage or landed.answer.usage
-                route.learn(landed.answer.usage)
+                own = sent.ended(landed.answer.usage)
+                call.usage = call.usage or own
             return landed
 
     def _counted(self, plan: Plan, member: Member, cause: RowOutcome) -> _Spending:
         names = (plan.caller.tenant, plan.model.target, plan.dialect.path, member.name)
         return _Spending(lambda usage: self._spent(Call(self._clock.time(), *names, cause, plan.streams, usage)))
 
-    async def _send(self, plan: Plan, request: Request, request_id: str, member: Member) -> UpstreamResponse:
+    async def _send(self, request: Request, request_id: str, plan: Plan, member: Member) -> UpstreamResponse:
         headers = to_upstream(request, request_id, member.proof(request))
         body = self._planner.salted(plan) if member.config.cache_salt else plan.outgoing
         return await member.send("POST", plan.dialect.path, request.query, headers, body, once=not plan.repeatable)
@@ -149,13 +155,14 @@ class Relay:
         self,
         plan: Plan,
         route: Route,
-        response: UpstreamResponse,
+        sent: Sent,
         flight: CallFlight,
         keep: Keep,
         fallback: str,
         *,
         wanted: bool,
     ) -> Landed:
+        response = sent.response
         kind = _kind(response)
         coding = next((value for name, value in response.headers if name == b"content-encoding"), None)
         headers = [*to_caller(response.headers), (b"x-warmgate-route", route.header)]
@@ -168,7 +175,9 @@ class Relay:
                 stream = whole = False
                 headers.append((b"content-encoding", coding))
         head = Head(response.status, headers, route.member.name, stream, whole, fallback=fallback)
-        begun = partial(route.begun, first_token=stream)
+        begun = partial(sent.begun, first_token=stream)
+        if stream or whole:
+            codec = sent.codec(codec, stream=stream)
         await read_from(response, codec, self.reading(plan, head, flight, keep, begun, wanted=wanted))
         return flight.outcome
 

@@ -38,6 +38,7 @@ from gateway.prefix_health import PrefixHealth
 from gateway.reading import CallFlight
 from gateway.relay import Relay
 from gateway.sentinels import Board
+from gateway.split import Splits
 from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.discovery import Discovery
@@ -63,6 +64,7 @@ class Runtime:
         self.clock = clock or SystemClock()
         self.client = UpstreamClient()
         self.router = Router(self.clock)
+        self.splits = Splits(self.router, self.clock)
         self.pool = Pool(config, self.client, self.clock)
         self.watch = Watch(self.pool, self.router, self.clock)
         self.discovery = Discovery(self._meet_upstreams)
@@ -103,6 +105,7 @@ class Runtime:
         self.tenants = Tenants(config, self.usages)
         self.discovery.apply(config)
         self._meet_upstreams()
+        self.splits.settings = config.disaggregation
         self.watch.every = config.routing.probe
         self.planner = Planner(config, self.secret)
         self.keeper.min_uses = config.cache.min_uses
@@ -115,7 +118,14 @@ class Runtime:
             config.cache,
             self.not_stored,
             self._spent,
-            partial(Attempts, planner=self.planner, pool=self.pool, router=self.router, retries=retries),
+            partial(
+                Attempts,
+                planner=self.planner,
+                pool=self.pool,
+                router=self.router,
+                splits=self.splits,
+                retries=retries,
+            ),
         )
         self.ledger.apply(self.prices, service_levels(config))
         self.holdout = HoldOut(config.cache.holdout)

@@ -49,6 +49,7 @@ def vitals(runtime: Runtime) -> Vitals:
             for member in runtime.pool.members
         },
         "routing": runtime.router.told_of(),
+        "splits": runtime.splits.counts,
         "not_stored": runtime.not_stored,
         "bad_entries": runtime.recall.bad_entries,
         "sentinels": runtime.board.told(),

@@ -78,7 +78,9 @@ class Wires:
         return task
 
     def close(self) -> None:
-        """Ends all tasks, and the thread."""
+        """Ends all tasks, and the thread; may be called twice."""
+        if not self._thread.is_alive():
+            return
 
         async def end() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}

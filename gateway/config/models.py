@@ -274,7 +274,12 @@ class Retry(Section):
 
 
 class Disaggregation(Section):
+    """Long prompts are computed by upstreams of role prefill, their answers by those of role decode; ``auto``: where a
+    model has both.
+    """
+
     enabled: Switch = "auto"
+    min_tokens: Count = 256  # prompt tokens that no cache holds, below which a request stays whole
 
 
 class Ledger(Section):
@@ -334,7 +339,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if complaints := [*self._clashes(), *self._openness(), *self._budgets(), *self._not_yet()]:
+        if complaints := [*self._clashes(), *self._openness(), *self._budgets()]:
             raise ValueError("\n".join(complaints))
         return self
 
@@ -378,13 +383,6 @@ class Config(Section):
                 "add tenants with keys, or listen on 127.0.0.1"
             )
         return complaints
-
-    def _not_yet(self) -> list[str]:
-        """What the contract names and this version does not do: asking for it must not be silently in vain."""
-        asked = {
-            "disaggregation.enabled": self.disaggregation.enabled == "on",
-        }
-        return [f"{key} is not available in this version; leave it out" for key, wanted in asked.items() if wanted]
 
     @property
     def open(self) -> bool:

@@ -18,6 +18,7 @@ EXCLUDED = {
     "prompt_cache_key": "a hint where the prefix may be cached",
     "prompt_cache_retention": "a hint how long the prefix may be cached",
     "cache_salt": "replaced by the gateway's own",
+    "kv_transfer_params": "between engines; a caller's own are not sent",
     "priority": "order of service",
 }
 

@@ -36,6 +36,7 @@ from gateway.reading import CallFlight, Head, Landed
 from gateway.relay import Relay
 from gateway.runtime import Runtime
 from gateway.shortcut import Shortcut
+from gateway.split import Splits
 from gateway.tenants import Tenants
 from gateway.upstreams.pool import Member, Pool
 from gateway.upstreams.router import Router
@@ -134,6 +135,7 @@ class Aside:
         mine.tenants = Tenants(config, Usages(runtime.clock, None))
         mine.pool = Pool(config, runtime.client, runtime.clock)
         mine.router = Router(runtime.clock)
+        mine.splits = Splits(mine.router, runtime.clock)
         once = Retries(0, 0.0, 0.0)
         mine.relay = (Standin if upstream is None else Relay)(
             runtime.planner,
@@ -143,7 +145,14 @@ class Aside:
             runtime.config.cache,
             mine.not_stored,
             lambda call: None,
-            partial(Attempts, planner=runtime.planner, pool=mine.pool, router=mine.router, retries=once),
+            partial(
+                Attempts,
+                planner=runtime.planner,
+                pool=mine.pool,
+                router=mine.router,
+                splits=mine.splits,
+                retries=once,
+            ),
         )
         self.shortcut = Shortcut(mine)
         self._pipeline = Pipeline(mine, self.shortcut)

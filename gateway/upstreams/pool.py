@@ -105,6 +105,11 @@ class Member:
                 log.warning("upstream %s did not tell its models: %s", self.name, error or type(error).__name__)
 
 
+def for_whole(members: Sequence[Member]) -> Sequence[Member]:
+    """Those that take whole requests: prefill upstreams only where there is nobody else."""
+    return [member for member in members if member.config.role != "prefill"] or members
+
+
 class Pool:
     """All upstreams. Models are those configured, or those each upstream lists itself."""
 

@@ -60,6 +60,7 @@ class Route:
     def __init__(self, router: Router, member: Member, asked: Asked, decision: Decision, now: float) -> None:
         self.member = member
         self.decision = decision
+        self.note = ""  # whether it was split, or why not
         self._router, self._asked = router, asked
         self._sent_at = now
         self._alone = member.engine.pending <= 0
@@ -73,10 +74,11 @@ class Route:
 
     @property
     def header(self) -> bytes:
-        """For ``x-warmgate-route``: why it went there."""
+        """For ``x-warmgate-route``: why it went there, and whether it was split."""
         decision = self.decision
         held = f"; cached={decision.cached}/{decision.cached + decision.uncached}" if decision.cached else ""
-        return f"{decision.reason}{held}".encode()
+        note = f"; {self.note}" if self.note else ""
+        return f"{decision.reason}{held}{note}".encode()
 
     @property
     def waiting(self) -> bool:
@@ -111,6 +113,18 @@ class Route:
         told = usage.get("cached")
         if told is not None and 0 <= told <= prompt:
             self._router.correct(self.member, self._belief, self.decision, told, prompt)
+
+    def spared(self) -> None:
+        """Its prompt is computed elsewhere."""
+        self._settle()
+        self.member.engine.add_work(-self.decision.uncached, self._router.now())
+
+    def burdened(self) -> None:
+        """Its prompt is computed here after all, from now on."""
+        now = self._router.now()
+        self._pending, self._sent_at = float(self.decision.uncached), now
+        self.member.engine.pending += self._pending
+        self.member.engine.add_work(self._pending, now)
 
     def close(self) -> None:
         """It is over. May be called twice."""
@@ -186,8 +200,8 @@ class Router:
     def route(self, asked: Asked, members: Sequence[Member]) -> Route:
         """Decides, and counts the load at once. ``members``: at least one."""
         now = self._clock.monotonic()
-        prompt = asked.tokens or int(asked.size * self._tokens_per_byte.get(asked.model, TOKENS_PER_BYTE)) or 1
-        found = self._found(asked, members, prompt) if len(members) > 1 else []
+        prompt = self._prompt(asked)
+        found = self._found(asked, members, prompt)
         few = self._few(found, asked.session, members) if len(members) > MANY else members
         able = [m for m in few if m.known_models is not None and m.health.available(now)] or _able(members, now)
         for member in able:
@@ -198,6 +212,16 @@ class Router:
         self.decisions[decision.reason] += 1
         self.seconds += self._clock.monotonic() - now
         return Route(self, able[decision.index], asked, decision, now)
+
+    def uncached(self, asked: Asked, member: Member) -> int:
+        """The prompt tokens that a member is expected to have to compute."""
+        prompt = self._prompt(asked)
+        held = _held(self._found(asked, [member], prompt), [member], prompt).get(0, ())
+        return max(0, prompt - sum(count for count, _ in held))
+
+    def _prompt(self, asked: Asked) -> int:
+        """The tokens of a prompt, as far as can be told; at least 1."""
+        return asked.tokens or int(asked.size * self._tokens_per_byte.get(asked.model, TOKENS_PER_BYTE)) or 1
 
     def _found(self, asked: Asked, members: Sequence[Member], prompt: int) -> list[_Found]:
         """What is known of who holds the prompt."""

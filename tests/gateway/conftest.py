@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import httpx
 import pytest
 
 from loadtest.stub_upstream import StubUpstream
 from tests.field.conftest import Bench
+from tests.gateway.nodes import SETTINGS, Two, node
 from tests.harness import FakeClock, running_gateway, upstream
 from tests.services import RedisServer, redis_server
 
@@ -59,3 +61,19 @@ async def refreshed(bench: Bench, calls: int) -> None:
     """Waits until a refresh behind the callers has come and gone."""
     await bench.u.wait_calls(calls)
     await bench.at_rest()
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Two]:
+    """In the end, the engines that live must hold nothing."""
+    async with contextlib.AsyncExitStack() as stack:
+        prefill, decode, alone = [
+            await stack.enter_async_context(node(name)) for name in ("prefill", "decode", "alone")
+        ]
+        config = {"upstreams": [prefill.upstream(), decode.upstream()], **SETTINGS}
+        gateway = await stack.enter_async_context(running_gateway(config))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=alone.url, trust_env=False, timeout=30))
+        yield Two(gateway, prefill, decode, client)
+        for each in (prefill, decode):
+            if not each.gone:
+                await each.at_rest()
