@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any
 
+from gateway import reporting
+from gateway.ladder import report as ladder_report
 from gateway.ledger import OUTCOMES, SAVED, query
 from gateway.ledger import counters as c
 from gateway.ledger.query import HeldOut, Scope, Sum
 from gateway.ledger.report import Line, figures, hit_rates, merged
 from gateway.ledger.schema import MINUTE
 from gateway.ledger.store import WORKER_GONE
+from gateway.prefix_health import report as prefix_report
 from gateway.runtime import Runtime
 from gateway.sentinels.report import report
 from gateway.vitals import Vitals, unpacked, vitals
@@ -59,6 +62,8 @@ async def overview(runtime: Runtime, asked: Asked) -> dict[str, Any]:
         kept = unpacked(found.pop("vitals")) | {runtime.ledger.worker: vitals(runtime)}
         found |= _machinery(kept, found.pop("by_upstream"))
         found["sentinels"] = report(kept, now)
+        found["ladder"] = await _ladder(runtime, kept)
+        found["prefixes"] = prefix_report(told["prefixes"] for told in kept.values())
     else:
         del found["vitals"], found["by_upstream"], found["tenants"]
     found["slo"] = _service_levels(runtime, found["models"], found["range"])
@@ -70,6 +75,11 @@ async def overview(runtime: Runtime, asked: Asked) -> dict[str, Any]:
         "ttl": runtime.config.cache.ttl,
     }
     return found
+
+
+async def _ladder(runtime: Runtime, workers: dict[str, Vitals]) -> dict[str, Any]:
+    told = [vitals["misses"] for vitals in workers.values()]
+    return ladder_report(told, await reporting.outcomes(runtime, min(one["since"] for one in told)) or {})
 
 
 def _found(connection: Connection, asked: Asked, now: float) -> dict[str, Any]:

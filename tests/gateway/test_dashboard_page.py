@@ -190,6 +190,27 @@ async def test_sentinels_stay_in_the_background_until_something_fails_silently(
         await expect(card.locator(".alarms li")).to_have_count(0)
 
 
+async def test_what_is_lost_and_what_would_mend_it(browser: Browser, gateway: Running) -> None:
+    rules = "Answer with care, in full sentences, and say what is not known to you. " * 3
+    gateway.app.runtime.prefix_health._look_every = 0.0
+    for number in range(3):
+        system = {"role": "system", "content": f"It is 10:0{number}. {rules}"}
+        body = {"model": HOSTILE, "temperature": 0, "messages": [system, {"role": "user", "content": "Why?"}]}
+        for seed in (1, 2):
+            gateway.app.runtime.prefix_health.look("t", HOSTILE, body)
+            body |= {"model": "m1", "seed": seed}
+            assert (await gateway.client.post("/v1/chat/completions", json=body)).status_code == 200
+    async with opened(browser, f"{gateway.url}/dashboard?range=15m") as page:
+        card = page.locator("#ladder-card")
+        await expect(card).to_contain_text(re.compile(r"hits are 0\s%.* of 6; an ideal cache would reach 50\.0\s%"))
+        await expect(card.locator(".bars li")).to_contain_text("fields: seed (3)")
+        faults = page.locator("#prefixes-card tbody tr")
+        await expect(faults).to_have_count(2)
+        await expect(faults.filter(has_text="img src=x")).to_contain_text("messages[0].content : 9")
+        await expect(faults.first).to_contain_text("Put the time behind all that stays the same")
+        assert await page.evaluate("window.hacked") is None
+
+
 async def test_what_an_upstream_is_called_or_says_cannot_act_on_the_page_of_its_light(
     browser: Browser, gateway: Running
 ) -> None:

@@ -4,6 +4,7 @@ import { Locked, key, live, save } from "./api.js";
 import { Chart } from "./charts.js";
 import { h, show } from "./dom.js";
 import { count, dollars, seconds, share } from "./format.js";
+import * as advice from "./advice.js";
 import * as parts from "./parts.js";
 import { tiles } from "./tiles.js";
 
@@ -93,6 +94,14 @@ function draw(data) {
   for (const name of ["tiers", "upstreams", "tenants"]) {
     show($(`${name}-card`), operator && (name !== "tenants" || data.tenants.length > 1));
     if (operator) $(name).replaceChildren(parts[name](data));
+  }
+  show($("ladder-card"), operator);
+  show($("prefixes-card"), operator && data.prefixes.findings.length > 0);
+  if (operator) {
+    for (const name of ["ladder", "prefixes"]) {
+      $(name).replaceChildren(advice[name](data));
+      $(`${name}-note`).textContent = advice[`${name}Note`](data);
+    }
   }
   show($("slo-card"), data.slo.length > 0);
   $("slo").replaceChildren(parts.goodput(data));

@@ -1,0 +1,34 @@
+/* What could be better: hits that are lost, and prompts that do not share their beginnings. For the operator. */
+
+import { h, meter, table } from "./dom.js";
+import { count, exact, share } from "./format.js";
+
+export function ladder({ ladder: { lost, fields, unexplained, uncacheable_repeats: repeats } }) {
+  const lines = lost.filter((l) => l.requests);
+  const most = Math.max(1, ...lines.map((l) => l.requests));
+  const named = fields.map((f) => `${f.field} (${count(f.requests)})`).join(", ");
+  return h("div", {}, lines.length === 0 ? h("p", { className: "none" }, "Nothing: every question asked again was a hit.") : h("ul", { className: "bars" },
+    lines.map((l) => h("li", {}, h("span", { title: l.means }, l.to === "fields" && named ? `fields: ${named}` : l.to), h("span", {}, exact(l.requests)), meter(l.requests / most)))),
+  repeats ? h("p", { className: "sub" }, `About ${count(repeats)} sampled requests came again word for word; they take no part in the cache.`) : null,
+  unexplained ? h("p", { className: "sub" }, `${count(unexplained)} misses are of workers that have ended.`) : null);
+}
+
+export function ladderNote({ ladder: { asked, hit_rate: rate, ideal_rate: ideal } }) {
+  return asked ? `hits are ${share(rate)} of ${count(asked)}; an ideal cache would reach ${share(ideal)}` : "nothing was asked yet";
+}
+
+export function prefixes({ prefixes: { findings } }) {
+  return table("What keeps prompts from sharing their beginnings", [
+    { label: "Fault", text: true, cell: (f) => f.kind },
+    { label: "Where", text: true, className: "mono", cell: (f) => `${f.path} : ${f.offset}` },
+    { label: "Model", text: true, className: "name", cell: (f) => f.model },
+    { label: "Tenant", text: true, className: "name wideonly", cell: (f) => f.tenant },
+    { label: "Seen", cell: (f) => exact(f.seen) },
+    { label: "Tokens lost a day", cell: (f) => count(f.lost_per_day) },
+    { label: "What would mend it", text: true, className: "why", cell: (f) => f.mend, title: (f) => f.mend },
+  ], findings);
+}
+
+export function prefixesNote({ prefixes: { requests, looked_at: looked } }) {
+  return `${count(looked)} of ${count(requests)} prompts were looked at`;
+}
