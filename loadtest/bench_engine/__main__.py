@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import os
 
-from loadtest.bench_engine import chat, rates, tiers
+from loadtest.bench_engine import chat, drafts, rates, tiers
 from loadtest.bench_engine.servers import Server, engine, redis, started
 
-PARTS = ("tiers", "rates", "chat")
+PARTS = ("tiers", "rates", "chat", "drafts")
 
 
 def main() -> None:
@@ -49,10 +49,12 @@ def main() -> None:
             tiers.show(asyncio.run(tiers.measure(flags, remote, options.rounds, options.lengths)))
         if "chat" in parts:
             chat.show(asyncio.run(chat.measure(flags, options.dtype, remote, turns=options.turns)))
+    if "drafts" in parts:
+        drafts.show(asyncio.run(drafts.measure(flags, options.rounds)))
     if "rates" in parts:
         with (
-            engine(*flags) as plain,
-            engine(*flags, "--int8-decode") as int8,
+            engine(*flags, "--speculate", "off") as plain,
+            engine(*flags, "--speculate", "off", "--int8-decode") as int8,
             started("loadtest.bench_engine.baseline", *flags) as other,
         ):
             servers = {"engine": plain, "engine, int8 decode": int8, "transformers": other}

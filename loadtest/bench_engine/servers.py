@@ -54,6 +54,23 @@ class Server:
         answer.raise_for_status()
         return answer.json()
 
+    async def rested(self) -> None:
+        """Waits until the server does nothing more, such as copying blocks to lower tiers behind an answer."""
+        quiet = 0
+        while quiet < 3:
+            before = self.cpu()
+            await asyncio.sleep(0.3)
+            quiet = quiet + 1 if self.cpu() - before < 0.02 else 0
+
+    async def chat(self, client: httpx.AsyncClient, question: str, tokens: int) -> tuple[str, float, float]:
+        """A whole chat answer of so many tokens, greedily, and the wall and processor seconds it took."""
+        began, cpu = time.perf_counter(), self.cpu()
+        ask = {"model": self.model, "messages": [{"role": "user", "content": question}], "max_tokens": tokens}
+        answer = await client.post(f"{self.url}/v1/chat/completions", json=ask | {"temperature": 0, "ignore_eos": True})
+        answer.raise_for_status()
+        wall, used = time.perf_counter() - began, self.cpu() - cpu
+        return answer.json()["choices"][0]["message"]["content"], wall, used
+
     async def first_token(self, client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, float, str]:
         """Wall and processor seconds until a one-token answer to a prompt is there, and where its prefix came from."""
         began, cpu = time.perf_counter(), self.cpu()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections import defaultdict
 
@@ -27,17 +26,18 @@ async def measure(
             for length, round_ in prompts:
                 prompt = words(length + TAIL, length * 1000 + round_)
                 for reset in (False, False, True):  # cold, then from the device, then from the host
+                    await server.rested()  # the second use is copied down behind the answer
                     if reset:
-                        await asyncio.sleep(0.5)  # the second use is copied down when the engine rests
                         await client.post(f"{server.url}/reset_prefix_cache")
                     wall, cpu, tier = await server.first_token(client, prompt)
                     samples[length, tier].add(wall, cpu)
                     say(f"{length} {tier} {wall:.3f} s")
-            await asyncio.sleep(2)
+            await server.rested()
         if remote:
             with engine(*flags) as server:
                 await server.first_token(client, words(300, -2))
                 for length, round_ in prompts:
+                    await server.rested()
                     wall, cpu, tier = await server.first_token(client, words(length + TAIL, length * 1000 + round_))
                     samples[length, tier].add(wall, cpu)
                     say(f"{length} {tier} {wall:.3f} s after a restart")
