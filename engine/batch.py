@@ -113,15 +113,16 @@ class _DecodeAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         count = len(self._slots)
         self._pool.write(layer, self._slots, k[:count], v[:count])
+        folded = q.view(len(q), -1, self._pool.group, q.shape[-1])  # of one row alone, heads are folded by a mere view
         rows: list[Tensor] = []
         for table, lengths in self._seen:
-            keys, values = self._pool.read(layer, table)
+            keys, values = (part.transpose(0, 1).unsqueeze(0) for part in self._pool.read(layer, table))
             for length in lengths:
-                at = len(rows)
-                rows.append(_attend(q[at : at + 1], keys[:length], values[:length], None))
+                seen = (keys, values) if length == table.length else (keys[:, :, :length], values[:, :, :length])
+                rows.append(F.scaled_dot_product_attention(folded[len(rows) : len(rows) + 1], *seen))
         if self._padding:
-            rows.append(torch.zeros_like(q[count:]).flatten(1))
-        return torch.cat(rows)
+            rows.append(torch.zeros_like(folded[count:]))
+        return torch.cat(rows).flatten(1)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
