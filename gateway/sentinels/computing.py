@@ -209,7 +209,7 @@ class Computing:
             return grey("prefix", f"it does not take chat canaries ({said})", "upstreams[].sentinel", self._name)
         if self._unanswered_rounds < LOUD:
             return grey("prefix", f"no answer yet: it is loading, busy or gone ({said})", upstream=self._name)
-        return red("prefix", f"it does not answer ({said})", "upstreams[].url", self._name)
+        return red("prefix", f"it does not answer, or is far too busy ({said})", "upstreams[].url", self._name)
 
 
 async def _model(runtime: Runtime, member: Member) -> str:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import uvicorn
 
+from engine.kv.pool import KVPool
 from engine.server import EngineApp
 from engine.worker import Worker
 from gateway.runtime import Runtime
@@ -55,14 +57,14 @@ def write_tokenizer(folder: Path, template: str = tiny.TEMPLATE) -> Path:
     return folder
 
 
-@pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
-    """A tiny model with room for canaries: its tokens are bytes."""
+@asynccontextmanager
+async def running_engine(folder: Path, blocks: int = 1024, **settings: Any) -> AsyncIterator[Engine]:
+    """A tiny model with room for canaries (its tokens are bytes) and for so many blocks."""
     spec = replace(tiny.SPEC, context=4096)
     events = f"tcp://127.0.0.1:{free_port()}"
-    config = tiny.config(
-        1024, block_size=BLOCK, prefill_chunk=128, step_tokens=256, kv_events=events, batch_invariant=False
-    )
+    sizes = {"block_size": BLOCK, "prefill_chunk": 128, "step_tokens": 256, "batch_invariant": False}
+    config = tiny.config(kv_events=events, **sizes, **settings)
+    config = replace(config, kv_bytes=blocks * KVPool.block_bytes(spec, BLOCK, torch.float32))
     worker = Worker(config, opener=lambda _: tiny.files(spec))
     ready = asyncio.Event()
     worker.start(on_ready=ready.set, on_failure=ready.set)
@@ -73,10 +75,17 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
     while not server.started:
         await asyncio.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield Engine(f"http://127.0.0.1:{port}", worker, events, write_tokenizer(tmp_path / "tokenizer"))
+    yield Engine(f"http://127.0.0.1:{port}", worker, events, write_tokenizer(folder / "tokenizer"))
     server.should_exit = True
     await serving
     worker.stop()
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    """One for each test, since most do it some harm."""
+    async with running_engine(tmp_path) as running:
+        yield running
 
 
 @dataclass

@@ -19,7 +19,7 @@ from gateway import plan
 from gateway.plan import Planner
 from loadtest.stub_upstream import StubUpstream
 from tests.engine import tiny
-from tests.gateway.sentinels.conftest import Engine, Watched, watched
+from tests.gateway.sentinels.conftest import Engine, Watched, running_engine, watched
 from tests.harness import upstream
 from tests.services import redis_server
 
@@ -181,6 +181,18 @@ async def test_an_engine_that_keeps_no_prefixes(engine: Engine) -> None:
         scheduler = engine.worker.core.scheduler
         scheduler._reuse = False  # pyright: ignore[reportPrivateUsage]
         assert (await gateway.reds()).keys() == {"prefix"}
+
+
+async def test_a_lower_tier_that_loses_what_it_was_given(tmp_path: Path) -> None:
+    """The device has room for one canary and a half, so that earlier ones are below."""
+    async with (
+        running_engine(tmp_path, blocks=66, kv_host_bytes=64 << 20) as engine,
+        watched(upstreams=[engine.upstream()]) as gateway,
+    ):
+        found = [await gateway.round() for _ in range(3)]
+        assert found[-1]["tier e host"] == "green"
+        engine.worker.core.scheduler._lower = None  # pyright: ignore[reportPrivateUsage]
+        assert await gateway.reds() == {"tier": "engine.kv_cache"}
 
 
 async def test_an_upstream_that_is_gone() -> None:
