@@ -135,6 +135,7 @@ class Aside:
         mine.tenants = Tenants(config, Usages(runtime.clock, None))
         mine.pool = Pool(config, runtime.client, runtime.clock)
         mine.router = Router(runtime.clock)
+        mine.router.apply(config.routing, mine.pool.members)
         mine.splits = Splits(mine.router, runtime.clock)
         once = Retries(0, 0.0, 0.0)
         mine.relay = (Standin if upstream is None else Relay)(

@@ -98,7 +98,8 @@ class Computing:
         if asked_as != self._asked_as:
             self._asked_as = asked_as
             self._elders.clear()
-        aside = Aside(runtime, upstream=member.config.model_copy(update={"models": (model,)}))
+        alone = {"models": (model,), "role": "both", "kv_events": None, "tokenizer": None}
+        aside = Aside(runtime, upstream=member.config.model_copy(update=alone))
         body = _prompt(model)
         telling = Telling(runtime, member, body)
         first = await self._ask(aside, ONE, body, spent)
