@@ -12,14 +12,14 @@ PIP_OPTIONS := --constraint constraints.txt
 JOBS ?= 2
 URL ?= http://127.0.0.1:8080
 
-.PHONY: help serve test lint format bench bench-http bench-engine bench-routing loadtest soak clean
+.PHONY: help serve test lint format bench bench-http bench-engine bench-routing bench-split loadtest soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make serve         run the gateway with its embedded engine on 127.0.0.1:8080"
 	@echo "make test          style, types and tests"
 	@echo "make lint          style and types alone; make format puts the style right"
-	@echo "make bench         all benchmarks: make bench-http (gateway), bench-engine (engine), bench-routing (router)"
+	@echo "make bench         all benchmarks: make bench-http (gateway), bench-engine (engine), bench-routing, bench-split"
 	@echo "make loadtest      many users against a running gateway"
 	@echo "make soak          many users for minutes, every answer checked, all on this machine"
 	@echo "make clean         remove the environment and everything that was built"
@@ -50,7 +50,7 @@ format: $(DONE)/dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: bench-http bench-engine bench-routing
+bench: bench-http bench-engine bench-routing bench-split
 
 bench-http: $(DONE)/dev
 	@$(BIN)/python -m loadtest.bench_http $(ARGS)
@@ -60,6 +60,9 @@ bench-engine: $(DONE)/dev $(DONE)/model
 
 bench-routing: $(DONE)/dev
 	@$(BIN)/python -m loadtest.bench_routing $(ARGS)
+
+bench-split: $(DONE)/dev $(DONE)/model
+	@$(BIN)/python -m loadtest.bench_split $(ARGS)
 
 loadtest: $(DONE)/dev
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host $(URL) $(ARGS)
