@@ -141,6 +141,8 @@ class _Scrape(Collector):
         cost = _counter("warmgate_sentinel_tokens", "Tokens of these canaries, in no other figure.", "kind")
         ledger = _gauge("warmgate_ledger_ok", "Whether the ledger can be written.")
         dropped = _counter("warmgate_ledger_dropped", "Requests that the ledger had to give up counting.")
+        log = _gauge("warmgate_access_log_ok", "Whether the access log can be written.")
+        unlogged = _counter("warmgate_access_log_dropped", "Lines that the access log had to give up.")
         for worker, told in self._workers.items():
             flights.add_metric([worker], told["flights"])
             if told["memory"] is not None:
@@ -190,6 +192,8 @@ class _Scrape(Collector):
                     cost.add_metric([worker, kind], told["sentinels"]["spent"].get(kind, 0))
             ledger.add_metric([worker], not told["ledger"]["problem"])
             dropped.add_metric([worker], told["ledger"]["dropped"])
+            log.add_metric([worker], not told["access_log"]["problem"])
+            unlogged.add_metric([worker], told["access_log"]["dropped"])
         yield from (
             flights,
             memory,
@@ -218,6 +222,8 @@ class _Scrape(Collector):
             cost,
             ledger,
             dropped,
+            log,
+            unlogged,
         )
 
 

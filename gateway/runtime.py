@@ -39,6 +39,7 @@ from gateway.reading import CallFlight
 from gateway.relay import Relay
 from gateway.sentinels import Board
 from gateway.split import Splits
+from gateway.telemetry.access_log import AccessLog
 from gateway.tenants import Tenants
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.discovery import Discovery
@@ -69,6 +70,7 @@ class Runtime:
         self.watch = Watch(self.pool, self.router, self.clock)
         self.discovery = Discovery(self._meet_upstreams)
         self.ledger = Ledger(config.ledger, self.clock)
+        self.access_log = AccessLog(self.clock)
         self.board = Board()
         self.generations = Generations()
         self.flights: Flights[CallFlight] = Flights(self.generations)
@@ -128,6 +130,8 @@ class Runtime:
             ),
         )
         self.ledger.apply(self.prices, service_levels(config))
+        self.access_log.target = config.telemetry.access_log
+        self.ledger.follow(self.access_log if config.telemetry.access_log is not None else None)
         self.holdout = HoldOut(config.cache.holdout)
         self.stores_prompts = config.ledger is not None and config.ledger.store_prompts
         self.read_faq()
@@ -150,6 +154,7 @@ class Runtime:
         self.background(self.watch.run())
         self.background(self._watch_faq())
         self.background(self.ledger.run())
+        self.background(self.access_log.run())
         self.background(self.usages.keep_up(self.ledger.spent_since))
 
     async def close(self) -> None:
@@ -164,6 +169,7 @@ class Runtime:
         await self.router.exact.close()
         await self.client.close()
         await self.ledger.close()
+        await self.access_log.flush()
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that no request waits for."""

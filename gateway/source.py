@@ -45,7 +45,14 @@ def shortcomings(config: Config) -> list[str]:
         for index, upstream in enumerate(config.upstreams)
         if config.engine and upstream.name == ENGINE_UPSTREAM
     ]
-    return [*taken, *_missing_model(config), *unreadable_secrets(config), *_faq_faults(config), *_price_faults(config)]
+    return [
+        *taken,
+        *_missing_model(config),
+        *unreadable_secrets(config),
+        *_faq_faults(config),
+        *_price_faults(config),
+        *_telemetry_faults(config),
+    ]
 
 
 def adopted(new: Config, running: Config) -> Config:
@@ -81,6 +88,15 @@ def _price_faults(config: Config) -> list[str]:
     except PriceError as error:
         return [f"prices: {problem}" for problem in error.problems]
     return []
+
+
+def _telemetry_faults(config: Config) -> list[str]:
+    path = config.telemetry.access_log
+    if path is None or path == "-":
+        return []
+    if path.is_dir():
+        return [f"telemetry.access_log: {path} is a folder; name a file in it"]
+    return [] if path.parent.is_dir() else [f"telemetry.access_log: there is no folder {path.parent}"]
 
 
 def _faq_faults(config: Config) -> list[str]:

@@ -29,6 +29,10 @@ def _path(value: object, info: ValidationInfo) -> Path:
     return base_folder(info) / expand_home(value)
 
 
+def _path_or_output(value: object, info: ValidationInfo) -> Path | Literal["-"]:
+    return "-" if value == "-" else _path(value, info)
+
+
 def expand_home(path: str) -> Path:
     """``~`` replaced. Raises ValueError when there is no such home."""
     try:
@@ -136,6 +140,7 @@ Bytes = Annotated[int, PlainValidator(parse_size, json_schema_input_type=int | s
 Seconds = Annotated[float, PlainValidator(parse_time, json_schema_input_type=float | str)]
 AutoBytes = Annotated[int | Literal["auto"], BeforeValidator(_auto_size)]
 FilePath = Annotated[Path, PlainValidator(_path)]
+FileOrOutput = Annotated[Path | Literal["-"], PlainValidator(_path_or_output)]
 Device = Annotated[str, AfterValidator(_device)]
 Port = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=65535)]
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]

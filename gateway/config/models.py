@@ -17,6 +17,7 @@ from gateway.config.fields import (
     Count,
     Device,
     Few,
+    FileOrOutput,
     FilePath,
     HttpUrl,
     KeyRef,
@@ -297,6 +298,7 @@ class Sentinels(Section):
 
 class Telemetry(Section):
     otlp: HttpUrl | None = None
+    access_log: FileOrOutput | None = None  # a JSON line a request; "-": standard output
 
 
 def _alias_targets(value: object) -> object:

@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from gateway import config
 from gateway.clock import Clock
@@ -45,6 +45,15 @@ _LOG_EVERY = 60.0
 
 class LedgerClosed(Exception):
     """The ledger cannot be read now; the message says why."""
+
+
+class Follower(Protocol):
+    """Who wants to hear of every request that has ended: `Row`, or what a hit of the short path shares with others, its
+    begin (unix seconds), latency (seconds) and id.
+    """
+
+    def row(self, row: Row) -> None: ...
+    def hit(self, like: Row, at: float, latency: float, request_id: str) -> None: ...
 
 
 class Ledger:
@@ -84,6 +93,23 @@ class Ledger:
     def apply(self, prices: PriceTable, slos: Mapping[str, Slo]) -> None:
         """Takes prices and service levels (by the model's name sent upstream) into use."""
         self._book.apply(prices, slos)
+
+    def follow(self, follower: Follower | None) -> None:
+        """Tells ``follower`` of each request as well; None: nobody, and at no cost."""
+        book = self._book
+        if follower is None:
+            self.record, self.hit = book.record, book.hit
+            return
+
+        def record(row: Row) -> None:
+            book.record(row)
+            follower.row(row)
+
+        def hit(tally: Tally, at: float, latency: float, request_id: str) -> None:
+            book.hit(tally, at, latency, request_id)
+            follower.hit(tally.row, at, latency, request_id)
+
+        self.record, self.hit = record, hit
 
     def watch(self, vitals: Callable[[], str]) -> None:
         """``vitals`` gives what this worker says of itself, as JSON, with every write."""

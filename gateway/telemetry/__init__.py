@@ -1,0 +1,1 @@
+"""What the gateway tells the outside of each request: the access log."""
