@@ -94,7 +94,7 @@ $(DONE)/run: $(DONE)/venv pyproject.toml constraints.txt
 
 $(DONE)/dev: $(DONE)/run
 	@echo "==> Installing the tools for tests"
-	@$(INSTALL) tools -- $(PIP_OPTIONS) --editable '.[engine,dev]'
+	@$(INSTALL) tools -- $(PIP_OPTIONS) --editable '.[engine,telemetry,dev]'
 	@touch $@
 
 $(DONE)/model: $(DONE)/venv

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gateway.clock import Clock
 from gateway.dialects import DIALECTS, Dialect
 from gateway.dialects.openai import error_body
 from gateway.http import JSON, Headers, Request, Response
 from gateway.ids import accepted, unique
 from gateway.ledger import Row
+from gateway.telemetry.trace import begin
 from gateway.tenants import Caller
 
 
@@ -26,6 +29,13 @@ class Exchange:
         self.began = clock.monotonic()
         self.held_out: bytes | None = None  # the kept message, where this would have been a hit (`gateway.holdout`)
         self.computed: bytes | None = None  # the message that an upstream made for this request
+
+    def join_trace(self) -> None:
+        """Makes a span of it: a child of the caller's, and the parent of whatever upstreams do for it."""
+        trace = self.row.trace = begin(self.request.header(b"traceparent"))
+        left = (b"traceparent",) if trace.parent_id else (b"traceparent", b"tracestate")
+        kept = [(name, value) for name, value in self.request.headers if name not in left]
+        self.request = replace(self.request, headers=[*kept, (b"traceparent", trace.header)])
 
     def first_piece(self) -> None:
         """The first piece of a streamed answer is handed over."""

@@ -143,6 +143,8 @@ class _Scrape(Collector):
         dropped = _counter("warmgate_ledger_dropped", "Requests that the ledger had to give up counting.")
         log = _gauge("warmgate_access_log_ok", "Whether the access log can be written.")
         unlogged = _counter("warmgate_access_log_dropped", "Lines that the access log had to give up.")
+        export = _gauge("warmgate_otlp_ok", "Whether the collector takes what it is sent.")
+        lost = _counter("warmgate_otlp_spans_lost", "Spans that never reached the collector.")
         for worker, told in self._workers.items():
             flights.add_metric([worker], told["flights"])
             if told["memory"] is not None:
@@ -194,6 +196,9 @@ class _Scrape(Collector):
             dropped.add_metric([worker], told["ledger"]["dropped"])
             log.add_metric([worker], not told["access_log"]["problem"])
             unlogged.add_metric([worker], told["access_log"]["dropped"])
+            if told["otlp"] is not None:
+                export.add_metric([worker], not told["otlp"]["problem"])
+                lost.add_metric([worker], told["otlp"]["lost"])
         yield from (
             flights,
             memory,
@@ -224,6 +229,8 @@ class _Scrape(Collector):
             dropped,
             log,
             unlogged,
+            export,
+            lost,
         )
 
 

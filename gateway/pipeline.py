@@ -47,6 +47,8 @@ class Pipeline:
         """Answers a request to ``/v1/…``. Every request leaves one ledger row, also one whose caller left."""
         runtime = self._runtime
         exchange = Exchange(request, runtime.clock)
+        if runtime.otlp is not None:
+            exchange.join_trace()
         try:
             response = await self._admitted(exchange)
         except Denied as denied:

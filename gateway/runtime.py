@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cache.response.entry import Entry
 from cache.response.faq import Faq, FaqError, load_faq
@@ -50,10 +50,15 @@ from policies.misses import Misses
 from policies.pricing import PriceError, PriceTable
 from policies.retry import Retries
 
+if TYPE_CHECKING:
+    from gateway.telemetry.otlp import Otlp
+
 log = logging.getLogger(__name__)
 
 FAQ_CHECK_EVERY = 1.0
 """Seconds between looks at ``faq.yaml``."""
+EXPORT_EVERY = 1.0
+"""Seconds between two exports of traces."""
 DISK_DEADLINE = 0.25
 """Seconds a lookup on disk may take."""
 
@@ -71,6 +76,7 @@ class Runtime:
         self.discovery = Discovery(self._meet_upstreams)
         self.ledger = Ledger(config.ledger, self.clock)
         self.access_log = AccessLog(self.clock)
+        self.otlp: Otlp | None = None
         self.board = Board()
         self.generations = Generations()
         self.flights: Flights[CallFlight] = Flights(self.generations)
@@ -101,8 +107,6 @@ class Runtime:
     def apply(self, config: Config) -> None:
         """Takes a configuration into use; requests under way go on by the one they began with."""
         self.config = config
-        if config.telemetry.otlp is not None:
-            log.warning("telemetry.otlp is not available in this version: nothing is sent there; /metrics is")
         self.prices = self._prices()
         self.tenants = Tenants(config, self.usages)
         self.discovery.apply(config)
@@ -132,6 +136,7 @@ class Runtime:
         self.ledger.apply(self.prices, service_levels(config))
         self.access_log.target = config.telemetry.access_log
         self.ledger.follow(self.access_log if config.telemetry.access_log is not None else None)
+        self._export_to(config.telemetry.otlp)
         self.holdout = HoldOut(config.cache.holdout)
         self.stores_prompts = config.ledger is not None and config.ledger.store_prompts
         self.read_faq()
@@ -155,6 +160,7 @@ class Runtime:
         self.background(self._watch_faq())
         self.background(self.ledger.run())
         self.background(self.access_log.run())
+        self.background(self._export())
         self.background(self.usages.keep_up(self.ledger.spent_since))
 
     async def close(self) -> None:
@@ -170,6 +176,8 @@ class Runtime:
         await self.client.close()
         await self.ledger.close()
         await self.access_log.flush()
+        if self.otlp is not None:
+            await self.otlp.close()
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that no request waits for."""
@@ -195,6 +203,27 @@ class Runtime:
             return self.shared is None and self.config.listen.workers == 1
         self.generations.learn(scope, generation)
         return True
+
+    def _export_to(self, url: str | None) -> None:
+        """Another collector, or none, gets what is counted from now on."""
+        before = self.otlp
+        if url == (before.url if before is not None else None):
+            return
+        if url is None:
+            self.otlp = None
+        else:
+            from gateway.telemetry.otlp import Otlp  # the extra "telemetry"
+
+            self.otlp = Otlp(url, self.clock, self.ledger.worker, lambda: self.pool.places)
+        self.ledger.report_to(self.otlp)
+        if before is not None:
+            self.background(before.close())
+
+    async def _export(self) -> None:
+        while True:
+            await asyncio.sleep(EXPORT_EVERY)
+            if self.otlp is not None:
+                await self.otlp.flush()
 
     def _spent(self, call: Call) -> None:
         """An upstream call has ended."""

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,21 @@ def _price_faults(config: Config) -> list[str]:
 
 
 def _telemetry_faults(config: Config) -> list[str]:
-    path = config.telemetry.access_log
-    if path is None or path == "-":
-        return []
-    if path.is_dir():
-        return [f"telemetry.access_log: {path} is a folder; name a file in it"]
-    return [] if path.parent.is_dir() else [f"telemetry.access_log: there is no folder {path.parent}"]
+    path, faults = config.telemetry.access_log, []
+    if config.telemetry.otlp is not None and not _is_installed("opentelemetry.exporter.otlp.proto.http"):
+        faults.append("telemetry.otlp needs an extra that is not installed: pip install 'warmgate[telemetry]'")
+    if isinstance(path, Path) and path.is_dir():
+        faults.append(f"telemetry.access_log: {path} is a folder; name a file in it")
+    elif isinstance(path, Path) and not path.parent.is_dir():
+        faults.append(f"telemetry.access_log: there is no folder {path.parent}")
+    return faults
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package it is in
+        return False
 
 
 def _faq_faults(config: Config) -> list[str]:

@@ -15,7 +15,7 @@ from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
 
 Vitals = dict[str, Any]
-FORM = 5
+FORM = 6
 """Raised whenever the words change, since workers of two versions may share a ledger for a while."""
 
 
@@ -61,6 +61,7 @@ def vitals(runtime: Runtime) -> Vitals:
         },
         "prefixes": runtime.prefix_health.told(runtime.clock.monotonic()),
         "ledger": {"problem": runtime.ledger.problem, "dropped": runtime.ledger.dropped},
+        "otlp": {"problem": runtime.otlp.problem, "lost": runtime.otlp.lost} if runtime.otlp is not None else None,
         "access_log": {"problem": runtime.access_log.problem, "dropped": runtime.access_log.dropped},
     }
 

@@ -86,7 +86,7 @@ def test_policies_are_pure():
     [
         (
             ("policies", "cache", "gateway"),
-            {"compression", "jinja2", "lmcache", "msgpack", "numpy", "tokenizers", "torch", "zmq"},
+            {"compression", "jinja2", "lmcache", "msgpack", "numpy", "opentelemetry", "tokenizers", "torch", "zmq"},
         ),
         (("engine",), set()),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import floor
 
@@ -48,11 +48,12 @@ class Pages:
 
 class Book:
     """Counts rows, hits and calls. ``dropped``: requests whose counters had to be given up, since nothing could be
-    written for too long.
+    written for too long. ``kept`` is told of each row that is kept for a look.
     """
 
     def __init__(self) -> None:
         self.dropped = 0
+        self.kept: Callable[[Row], None] | None = None
         self._labels = Labels()
         self._worth = Worth(PriceTable(), {})
         self._pages = Pages()
@@ -190,6 +191,8 @@ class Book:
         return count
 
     def _keep(self, row: Row) -> None:
+        if self.kept is not None:
+            self.kept(row)
         if len(self._pages.rows) < ROWS_PENDING:
             self._pages.rows.append(row)
 

@@ -56,6 +56,13 @@ class Follower(Protocol):
     def hit(self, like: Row, at: float, latency: float, request_id: str) -> None: ...
 
 
+class Reporter(Protocol):
+    """Who is told of the rows that are kept for a look, at once, and of all that was counted, once it is written."""
+
+    def kept(self, row: Row) -> None: ...
+    def counted(self, pages: Pages) -> None: ...
+
+
 class Ledger:
     """`open` before use, `close` at the end; `run` writes in the background. ``settings`` None: in memory only."""
 
@@ -69,6 +76,7 @@ class Ledger:
         self.spent: Callable[[Call], int | None] = self._book.spent
         self.worker = f"{os.getpid()}-{secrets.token_hex(2)}"
         self.problem = ""
+        self._reporter: Reporter | None = None
         self._vitals: Callable[[], str] = lambda: "{}"
         self._store = Store(settings.path if settings is not None else None)
         self._writing = ThreadPoolExecutor(1, "ledger")
@@ -111,6 +119,11 @@ class Ledger:
 
         self.record, self.hit = record, hit
 
+    def report_to(self, reporter: Reporter | None) -> None:
+        """Tells ``reporter`` from now on; None: nobody."""
+        self._reporter = reporter
+        self._book.kept = reporter.kept if reporter is not None else None
+
     def watch(self, vitals: Callable[[], str]) -> None:
         """``vitals`` gives what this worker says of itself, as JSON, with every write."""
         self._vitals = vitals
@@ -148,6 +161,8 @@ class Ledger:
                 if self.problem:
                     log.warning("the ledger writes again")
                 self.problem = ""
+                if self._reporter is not None:
+                    self._reporter.counted(pages)
 
     async def read(self, question: Callable[[sqlite3.Connection], T]) -> T:
         """The answer to a question (`gateway.ledger.query`), with all that this worker has counted; raises

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gateway.telemetry.trace import Trace
+
 Outcome = Literal["exact", "semantic", "faq", "stale", "coalesced", "miss", "bypass", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("exact", "semantic", "faq", "stale", "coalesced", "miss", "bypass", "error")
 SAVED = frozenset(("exact", "semantic", "faq", "stale", "coalesced"))
@@ -21,7 +23,8 @@ class Row:
 
     ``usage`` is what the caller was told (keys ``prompt``, ``output``, ``cached``, ``cache_write``); None where it is
     unknown. ``held_out``: it would have been a hit, and whether the answers agree (`gateway.holdout`). ``cost``: what
-    the answer cost or would have cost, pico-dollars, as the ledger finds; None where unknown.
+    the answer cost or would have cost, pico-dollars, as the ledger finds; None where unknown. ``trace``: where it
+    stands in its caller's trace, if traces are exported.
     """
 
     at: float
@@ -40,6 +43,7 @@ class Row:
     prompt: str = ""
     held_out: str = ""
     cost: int | None = None
+    trace: Trace | None = None
 
 
 @dataclass(slots=True)

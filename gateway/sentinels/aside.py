@@ -120,6 +120,7 @@ class Aside:
         mine.misses = Misses()
         mine.prefix_health = PrefixHealth(runtime.clock.monotonic())
         mine.ledger = Ledger(None, runtime.clock)
+        mine.otlp = None
         mine.not_stored = Counter()
         mine.stores_prompts = False
         mine.holdout = HoldOut(0.0)

@@ -1,1 +1,1 @@
-"""What the gateway tells the outside of each request: the access log."""
+"""What the gateway tells the outside of each request: the access log, and traces and metrics for OpenTelemetry."""

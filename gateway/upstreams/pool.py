@@ -130,6 +130,11 @@ class Pool:
             for one in upstreams
         ]
 
+    @property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """Host and port of each upstream, by name."""
+        return {member.name: (member.origin.host, member.origin.port) for member in self.members}
+
     async def serving(self, model: str, asker: Request) -> list[Member]:
         """The upstreams that serve ``model``, or may, since they could not be asked. Empty: nobody does."""
         await self._learn(LIST_FOR, asker)
