@@ -109,7 +109,7 @@ class AccessLog:
 
 def _write(target: Target, batch: Sequence[Ended]) -> tuple[int, str]:
     """How many lines were written, and what kept the rest."""
-    lines = [_line(*ended) for ended in batch]
+    lines = _lines(batch)
     if target == "-":
         return _print(lines)
     try:
@@ -156,23 +156,37 @@ def _print(lines: Sequence[bytes]) -> tuple[int, str]:
     return written, ""
 
 
-def _line(row: Row, at: float, latency: float, ttft: float | None, request_id: str) -> bytes:
+def _lines(batch: Sequence[Ended]) -> list[bytes]:
+    shared: dict[int, bytes] = {}  # hits of one answer have most in common
+    lines = []
+    for row, at, latency, ttft, request_id in batch:
+        rest = shared.get(id(row))
+        if rest is None:
+            rest = shared[id(row)] = _rest(row)
+        own = {
+            "time": datetime.fromtimestamp(at + latency, UTC),
+            "request_id": request_id,
+            "latency": round(latency, 6),
+            "ttft": round(ttft, 6) if ttft is not None else None,
+        }
+        lines.append(orjson.dumps(own, option=orjson.OPT_UTC_Z)[:-1] + rest)
+    return lines
+
+
+def _rest(row: Row) -> bytes:
+    """The end of a line: what a row says of all its requests."""
     used = tokens(row.usage)
     told = {
-        "time": datetime.fromtimestamp(at + latency, UTC),
-        "request_id": request_id,
         "tenant": row.tenant,
         "endpoint": row.endpoint,
         "model": clean(row.model, NAME),
         "outcome": row.outcome,
         "status": row.status,
         "stream": row.stream,
-        "latency": round(latency, 6),
-        "ttft": round(ttft, 6) if ttft is not None else None,
         "prompt_tokens": used.prompt if used is not None else None,
         "cached_tokens": used.cached if used is not None else None,
         "output_tokens": used.output if used is not None else None,
         "upstream": row.upstream,
         "reason": clean(row.reason, NAME),
     }
-    return orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
+    return b"," + orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)[1:]

@@ -20,7 +20,7 @@ from tests.gateway.conftest import Start
 from tests.harness import FakeClock
 
 FIELDS = (
-    "time request_id tenant endpoint model outcome status stream latency ttft prompt_tokens cached_tokens "
+    "time request_id latency ttft tenant endpoint model outcome status stream prompt_tokens cached_tokens "
     "output_tokens upstream reason"
 ).split()
 
