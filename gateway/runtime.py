@@ -223,7 +223,7 @@ class Runtime:
         while True:
             await asyncio.sleep(EXPORT_EVERY)
             if self.otlp is not None:
-                await self.otlp.flush()
+                await asyncio.shield(self.otlp.flush())  # what is under way goes on to its end
 
     def _spent(self, call: Call) -> None:
         """An upstream call has ended."""

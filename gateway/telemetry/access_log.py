@@ -67,7 +67,7 @@ class AccessLog:
         """Writes again and again, until cancelled."""
         while True:
             await asyncio.sleep(FLUSH_EVERY)
-            await self.flush()
+            await asyncio.shield(self.flush())  # a write under way goes on to its end
 
     async def flush(self) -> None:
         """Writes what has been noted so far; never raises."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,29 @@ async def test_a_disk_that_is_full_gets_no_half_line(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     await log.flush()
     assert [line["request_id"] for line in lines(path)] == ["a", "b"]
+
+
+async def test_what_is_being_written_when_the_gateway_ends_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    log = noted(FakeClock(), tmp_path / "access.jsonl", "a")
+
+    def stuck(*_: object) -> tuple[int, str]:
+        began.set()
+        go_on.wait(10)
+        return 0, "full for a moment"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(access_log, "_write", stuck)
+        patch.setattr(access_log, "FLUSH_EVERY", 0)
+        running = asyncio.create_task(log.run())
+        assert await asyncio.to_thread(began.wait, 10)
+        running.cancel()
+        await asyncio.wait((running,))
+    go_on.set()
+    await log.flush()
+    assert [line["request_id"] for line in lines(tmp_path / "access.jsonl")] == ["a"]
 
 
 async def test_a_gateway_whose_log_cannot_be_written_serves_and_says_so(start: Start, tmp_path: Path) -> None:
