@@ -220,13 +220,16 @@ class WireProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP ends the connection; it is told so only where the caller cannot take that for the answer to
-        a request before, or for a part of it.
+        a request before, or for a part of it. An answer that is owed to a whole request is still given.
         """
         owed = self._answering
-        if owed is not None and not owed.response_complete and (owed.response_started or not owed.more_body):
+        if owed is None or owed.response_complete or (owed.more_body and not owed.response_started):
+            super().send_400_response(msg)
+        elif owed.more_body:
             self.transport.close()
         else:
-            super().send_400_response(msg)
+            owed.keep_alive = False
+            self.pipeline.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is computed for a caller who has left."""

@@ -9,6 +9,7 @@ connection's end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import struct
 import threading
@@ -67,8 +68,9 @@ class Wires:
         self._thread.start()
 
     def call(self, work: Callable[[], object]) -> None:
-        """Runs something on the thread, soon."""
-        self.loop.call_soon_threadsafe(work)
+        """Runs something on the thread, soon; nothing once it has ended, and with it all that it did."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(work)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """For this thread: begins a task; it is cancelled when the thread ends."""

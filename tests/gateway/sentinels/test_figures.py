@@ -56,7 +56,7 @@ async def test_no_figure_moves_but_their_own(engine: Engine, in_redis: dict[str,
         after = await figures(gateway)
         assert after == before
         (told,) = [gateway.runtime.board.told()["spent"]]
-        assert told["requests"] == 3 + 4 + 4
+        assert 3 * 3 <= told["requests"] <= 3 * 4
         assert told["prompt"] > told["cached"] > 0
 
 
