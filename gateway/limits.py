@@ -135,9 +135,10 @@ class Usage:
     def _take_here(self) -> Refusal | None:
         """One request from this process's own buckets."""
         now = self._clock.monotonic()
-        self._today()
-        if self._budget is not None and self._spent >= self._budget:
-            return self._over_budget()
+        if self._budget is not None:
+            self._today()
+            if self._spent >= self._budget:
+                return self._over_budget()
         if self._tokens is not None and (wait := self._tokens.take(0, now)) > 0:
             return _spent_up("tokens", wait)
         if self._requests is not None and (wait := self._requests.take(1, now)) > 0:

@@ -125,9 +125,11 @@ class WireProtocol(HttpToolsProtocol):
             self._enter(head, data[head.length :])
 
     def _respond(self, answer: bytes) -> None:
-        self._renew_common()
+        state = self.server_state
+        if state.default_headers is not self._common:
+            self._renew_common()
         self.transport.write(self._first_lines + answer)
-        self.server_state.total_requests += 1
+        state.total_requests += 1
         self._rest()
 
     def _enter(self, head: Head, body: bytes) -> None:
@@ -180,16 +182,15 @@ class WireProtocol(HttpToolsProtocol):
             body.close(failure)
 
     def _shown(self, status: int, headers: Headers) -> bytes:
-        self._renew_common()
+        if self.server_state.default_headers is not self._common:
+            self._renew_common()
         closing: Headers = [(b"connection", b"close")] if self._ending else []
         return response_head(status, self._common_lines, [*headers, *closing])
 
     def _renew_common(self) -> None:
-        common = self.server_state.default_headers
-        if common is not self._common:
-            self._common = common
-            self._common_lines = b"".join(name + b": " + value + b"\r\n" for name, value in common)
-            self._first_lines = STATUS_LINE[200] + self._common_lines
+        self._common = self.server_state.default_headers
+        self._common_lines = b"".join(name + b": " + value + b"\r\n" for name, value in self._common)
+        self._first_lines = STATUS_LINE[200] + self._common_lines
 
     def _rest(self) -> None:
         """The connection is idle from now on."""
