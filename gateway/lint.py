@@ -15,7 +15,7 @@ def lint_file(path: Path) -> dict[str, Any]:
     """The report of `gateway.prefix_health` on a file of JSON lines: request bodies, or lines of OpenAI's batch format
     with a ``body``. Raises `Problem` with the line that cannot be read.
     """
-    health = PrefixHealth(0.0, look_every=0.0)
+    health = PrefixHealth(lambda: 0.0, look_every=0.0)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -26,7 +26,7 @@ def lint_file(path: Path) -> dict[str, Any]:
         raise Problem(f"{path} cannot be read: {error.strerror}") from None
     if not health.requests:
         raise Problem(f"{path} holds no requests")
-    return report([health.told(0.0)])
+    return report([health.told()])
 
 
 def findings_text(found: dict[str, Any]) -> str:

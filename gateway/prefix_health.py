@@ -7,7 +7,7 @@ prints (`policies.prefix_health`), never as text.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ from policies.prefix_health import (
 )
 
 LOOK_EVERY = 0.5
-"""Seconds between two prompts that are looked at; a long one takes some milliseconds."""
+"""Seconds between two prompts that are looked at."""
+SHARE = 0.005
+"""Of the time that may be spent on looking; a long prompt takes some milliseconds."""
 _REMEMBERED = 8
 """Prompts of one tenant and model that a new one is compared with."""
 _GROUPS = 256
@@ -89,13 +91,15 @@ class _Group:
 
 
 class PrefixHealth:
-    """What was seen since the start, within bounds. ``requests`` counts all, also those that were not looked at."""
+    """What was seen since the start, within bounds. ``requests`` counts all, also those that were not looked at;
+    ``clock`` gives monotonic seconds.
+    """
 
-    def __init__(self, now: float, look_every: float = LOOK_EVERY) -> None:
+    def __init__(self, clock: Callable[[], float], look_every: float = LOOK_EVERY) -> None:
         self.requests = 0
-        self._began = now
+        self._clock = clock
+        self._began = self._next = clock()
         self._look_every = look_every
-        self._next = now
         self._looked_at = 0
         self._groups: OrderedDict[tuple[str, str], _Group] = OrderedDict()
         self._findings: dict[tuple[str, str, str, str], Finding] = {}
@@ -104,8 +108,10 @@ class PrefixHealth:
         """Takes note of a request, and looks at it if it is time to. ``now``: monotonic seconds."""
         self.requests += 1
         if now >= self._next:
-            self._next = now + self._look_every
+            began = self._clock()
             self.look(tenant, model, body)
+            took = self._clock() - began
+            self._next = now + max(self._look_every, took / SHARE)
 
     def look(self, tenant: str, model: str, body: Mapping[str, Any]) -> Finding | None:
         """Compares a prompt with those before it; the fault that it shows, if any."""
@@ -128,13 +134,13 @@ class PrefixHealth:
         shared = 0
         if nearest is not None:
             shared = shared_length(nearest, new)
-            fault = find_break(nearest, new)
+            fault = find_break(nearest, new, segments)
         group.reused += shared
         finding = self._note(tenant, model, fault) if fault is not None else self._alias(tenant, model, new, shared)
         group.prints.append(new)
         return finding
 
-    def told(self, now: float) -> dict[str, Any]:
+    def told(self) -> dict[str, Any]:
         """What this worker has seen, the dearest faults and the latest prompts first, for `report`."""
         groups = [
             (tenant, model, group.looked_at, group.size, group.reused)
@@ -143,7 +149,7 @@ class PrefixHealth:
         return {
             "requests": self.requests,
             "looked_at": self._looked_at,
-            "seconds": now - self._began,
+            "seconds": self._clock() - self._began,
             "prompts": groups[:_TOLD],
             "findings": [asdict(finding) for finding in self.findings[:_TOLD]],
         }

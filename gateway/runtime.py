@@ -100,7 +100,7 @@ class Runtime:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._faq_seen: tuple[Path | None, float] = (None, 0.0)
         self.faq = Faq()
-        self.prefix_health = PrefixHealth(self.clock.monotonic())
+        self.prefix_health = PrefixHealth(self.clock.monotonic)
         self.on_change: list[Callable[[], None]] = []
         self.apply(config)
 

@@ -59,7 +59,7 @@ def vitals(runtime: Runtime) -> Vitals:
             "fields": dict(runtime.misses.fields.most_common(20)),
             "uncacheable_repeats": runtime.misses.uncacheable_repeats,
         },
-        "prefixes": runtime.prefix_health.told(runtime.clock.monotonic()),
+        "prefixes": runtime.prefix_health.told(),
         "ledger": {"problem": runtime.ledger.problem, "dropped": runtime.ledger.dropped},
         "otlp": {"problem": runtime.otlp.problem, "lost": runtime.otlp.lost} if runtime.otlp is not None else None,
         "access_log": {"problem": runtime.access_log.problem, "dropped": runtime.access_log.dropped},

@@ -1,9 +1,9 @@
 """Why prompts that could share a prefix do not: where two of them part, what kind of text parts them, and how much that
 was the same behind it had to be computed anew.
 
-A prompt is compared as a `Print`: hashes of its words, salted by the process, and the kind each word looks like; the
-text itself is not kept. A difference is a fault only if much the same follows it: another question at a prompt's end,
-or another turn of a conversation, breaks nothing that a cache could have kept.
+A prompt is compared as a `Print`: hashes of its words, salted by the process; the text itself is not kept. A difference
+is a fault only if much the same follows it: another question at a prompt's end, or another turn of a conversation,
+breaks nothing that a cache could have kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEND: dict[str, str] = {
 MIN_LOST = 16
 """Tokens that must have been the same behind a difference for it to be a fault."""
 CHARS_PER_TOKEN = 4
-MAX_CHARS = 200_000
+MAX_CHARS = 32_000
 """Characters of a prompt that are looked at."""
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
@@ -82,7 +82,11 @@ _KINDS: dict[str, Kind] = {
     "N": "counter",
 }
 _NEWLINES, _SPACES, _MIXED = "n", "s", "m"
-_BLANK = (_NEWLINES, _SPACES, _MIXED)
+_SPACE = hash(" ")
+_SKIP, _ALIKE = 16, 8
+"""Words that may differ on either side before two texts go on alike, and how many must then be equal."""
+_AROUND = 80
+"""Characters before and behind a difference that tell what it looks like."""
 _DATED = re.compile(r"[-@:_](?:latest|\d{4}-?\d\d-?\d\d|\d{4})$")
 
 
@@ -95,15 +99,17 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A segment without its text: hashes of the whole and of its words, what each looks like, and where it begins."""
+    """A segment without its text: hashes of the whole and of its words, where each begins, and which are white space
+    of what kind.
+    """
 
     path: str
     size: int
     whole: int
     sorted_keys: int
     words: array[int]
-    looks: str
     offsets: array[int]
+    blanks: dict[int, str]
 
 
 Print = tuple[_Part, ...]
@@ -146,8 +152,8 @@ def shared_length(old: Print, new: Print) -> int:
     return length
 
 
-def find_break(old: Print, new: Print) -> Break | None:
-    """The fault that parts a prompt from an earlier one, if there is one."""
+def find_break(old: Print, new: Print, segments: Sequence[Segment]) -> Break | None:
+    """The fault that parts a prompt from an earlier one, if there is one. ``segments``: what ``new`` is made of."""
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a.whole != b.whole), None)
     if at is None:
         return None
@@ -162,7 +168,8 @@ def find_break(old: Print, new: Print) -> Break | None:
         return None
     offset = mine.offsets[word] if word < len(mine.offsets) else mine.size
     shared = sum(part.size for part in new[:at]) + offset
-    return Break(mine.path, offset, _kind(old, new, at, word), shared // CHARS_PER_TOKEN, lost)
+    kind = _structural(old, new, at, word) or _look(segments[at].text, offset)
+    return Break(mine.path, offset, kind, shared // CHARS_PER_TOKEN, lost)
 
 
 def same_model(one: str, other: str) -> bool:
@@ -175,14 +182,11 @@ def _bare(name: str) -> str:
 
 
 def _part(path: str, text: str) -> _Part:
-    looks_at = {i: m.lastgroup or "" for m in _LOOKS.finditer(text) for i in range(m.start(), m.end())}
-    words, offsets, looks = array("q"), array("L"), []
-    for match in _WORD.finditer(text):
-        word = match[0]
-        words.append(hash(word))
-        offsets.append(match.start())
-        looks.append(_blank(word) if word.isspace() else looks_at.get(match.start(), "w"))
-    return _Part(path, len(text), hash(text), _sorted_keys(text), words, "".join(looks), offsets)
+    found = [(match[0], match.start()) for match in _WORD.finditer(text)]
+    words = array("q", [hash(word) for word, _ in found])
+    offsets = array("L", [start for _, start in found])
+    blanks = {i: _blank(word) for i, (word, _) in enumerate(found) if word != " " and word.isspace()}
+    return _Part(path, len(text), hash(text), _sorted_keys(text), words, offsets, blanks)
 
 
 def _blank(word: str) -> str:
@@ -195,7 +199,8 @@ def _only_blank(mine: _Part, other: _Part, word: int) -> bool:
     """Whether two segments part at white space alone: more, less or other of it before the same word."""
 
     def at(part: _Part, i: int) -> tuple[bool, int | None]:
-        return part.looks[i : i + 1] in _BLANK, part.words[i] if i < len(part.words) else None
+        word = part.words[i] if i < len(part.words) else None
+        return word == _SPACE or i in part.blanks, word
 
     (blank, here), (blank_there, there) = at(mine, word), at(other, word)
     behind, behind_there = at(mine, word + 1)[1], at(other, word + 1)[1]
@@ -214,21 +219,39 @@ def _sorted_keys(text: str) -> int:
         return 0
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Words in common from the first on."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common(one: array[int], other: array[int]) -> int:
+    """Words in common from the first on; halving compares slices, which is quicker than word by word."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _tail(mine: _Part, other: _Part, word: int) -> int:
-    """Characters in common at the end of two segments that part at a word."""
+    """Characters in common behind the word at which two segments part: up to their ends, or, where these are not alike
+    (as when only their beginnings are looked at), up to the next difference.
+    """
     most = min(len(mine.words), len(other.words)) - word
     same = 0
     while same < most and mine.words[-1 - same] == other.words[-1 - same]:
         same += 1
-    return mine.size - mine.offsets[len(mine.offsets) - same] if same else 0
+    if same:
+        return mine.size - mine.offsets[len(mine.offsets) - same]
+    for skipped in range(1, 2 * _SKIP):
+        for at in range(word + max(0, skipped - _SKIP), word + min(skipped, _SKIP) + 1):
+            there = 2 * word + skipped - at
+            if mine.words[at : at + _ALIKE] == other.words[there : there + _ALIKE] and at + _ALIKE < len(mine.words):
+                end = at + _common(mine.words[at:], other.words[there:])
+                return (mine.offsets[end] if end < len(mine.offsets) else mine.size) - mine.offsets[at]
+    return 0
 
 
-def _kind(old: Print, new: Print, at: int, word: int) -> Kind:
+def _structural(old: Print, new: Print, at: int, word: int) -> Kind | None:
+    """What parts two prompts, where that is their form and not their text."""
     mine, other = new[at], old[at]
     if mine.sorted_keys and mine.sorted_keys == other.sorted_keys:
         return "shuffled keys"
@@ -236,14 +259,20 @@ def _kind(old: Print, new: Print, at: int, word: int) -> Kind:
         tools = [sorted(part.sorted_keys for part in one if part.path.startswith("tools")) for one in (old, new)]
         if tools[0] == tools[1]:
             return "reordered tools"
-    if mine.path.endswith(("id", "call_id")):
+    if mine.path.endswith("id"):
         return "random id"
     if any(part.whole == mine.whole for part in old[at + 1 :]):
         return "dropped turns"
-    here = [part.looks[word : word + 1] for part in (mine, other)]
     if _only_blank(mine, other, word):
-        return "newline" if _NEWLINES in here and _MIXED not in here else "whitespace"
-    for look, kind in _KINDS.items():
-        if look in here:
-            return kind
+        kinds = {part.blanks[word] for part in (mine, other) if word in part.blanks}
+        return "newline" if kinds == {_NEWLINES} else "whitespace"
+    return None
+
+
+def _look(text: str, offset: int) -> Kind:
+    """What the text looks like that stands at a character."""
+    start = max(0, offset - _AROUND)
+    for match in _LOOKS.finditer(text, start, offset + _AROUND):
+        if match.start() <= offset < match.end():
+            return _KINDS[match.lastgroup or ""]
     return "varying text"

@@ -118,7 +118,7 @@ class Aside:
     ) -> None:
         self.runtime = mine = copy(runtime)
         mine.misses = Misses()
-        mine.prefix_health = PrefixHealth(runtime.clock.monotonic())
+        mine.prefix_health = PrefixHealth(runtime.clock.monotonic)
         mine.ledger = Ledger(None, runtime.clock)
         mine.otlp = None
         mine.not_stored = Counter()

@@ -41,7 +41,7 @@ def called(identifier: str) -> dict[str, Any]:
 
 
 def looked_at(*bodies: dict[str, Any]) -> list[Finding]:
-    health = PrefixHealth(0.0)
+    health = PrefixHealth(lambda: 0.0)
     for body in bodies:
         health.look("t1", body["model"], body)
     return health.findings
@@ -85,6 +85,11 @@ def test_a_trailing_space() -> None:
 def test_a_changed_newline() -> None:
     found = planted(lambda i: chat("You are kind." + "\n" * (1 + i) + RULES))
     assert (found.path, found.kind, found.offset) == ("messages[0].content", "newline", len("You are kind."))
+
+
+def test_a_prompt_of_which_only_the_beginning_is_looked_at() -> None:
+    found = planted(lambda i: chat(f"You are assisting {NAMES[i]} {'Maria ' * i}today. " + RULES * 100))
+    assert (found.kind, found.offset) == ("per-user text", len("You are assisting "))
 
 
 def test_windows_line_ends() -> None:
@@ -141,18 +146,20 @@ def test_a_time_behind_all_that_stays_is_no_fault() -> None:
 
 
 def test_no_text_is_kept() -> None:
-    health = PrefixHealth(0.0)
+    health = PrefixHealth(lambda: 0.0)
     for i in range(3):
         health.look("t1", "m1", chat(f"Secret{i} number 10:0{i}.\n{RULES}"))
-    assert "Secret" not in json.dumps(report([health.told(10.0)]))
+    assert "Secret" not in json.dumps(report([health.told()]))
     assert "Secret" not in repr(health._groups)
 
 
 def test_the_report_says_what_a_fault_costs_a_day() -> None:
-    health = PrefixHealth(0.0, look_every=10.0)
+    clock = [0.0]
+    health = PrefixHealth(lambda: clock[0], look_every=10.0)
     for i in range(100):
         health.request("t1", "m1", chat(f"At {10 + i // 60}:{i % 60:02}.\n{RULES}"), now=float(i))
-    told = report([health.told(100.0), health.told(100.0)])  # two workers
+    clock[0] = 100.0
+    told = report([health.told(), health.told()])  # two workers
     assert (told["requests"], told["looked_at"]) == (200, 20)
     (found,) = told["findings"]
     assert found["seen"] == 18
@@ -162,6 +169,6 @@ def test_the_report_says_what_a_fault_costs_a_day() -> None:
 
 @pytest.mark.parametrize("body", [{}, {"messages": None}, {"messages": [None, 3, {"content": [{"text": 7}]}]}])
 def test_odd_bodies_do_no_harm(body: dict[str, Any]) -> None:
-    health = PrefixHealth(0.0)
+    health = PrefixHealth(lambda: 0.0)
     for _ in range(3):
         assert health.look("t1", "m1", body) is None
