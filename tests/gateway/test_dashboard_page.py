@@ -190,7 +190,10 @@ async def test_sentinels_stay_in_the_background_until_something_fails_silently(
         await expect(card.locator(".alarms li")).to_have_count(0)
 
 
-async def test_what_is_lost_and_what_would_mend_it(browser: Browser, gateway: Running) -> None:
+async def test_what_is_lost_and_what_would_mend_it(
+    browser: Browser, gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.prefix_health.SHARE", 1e9)
     rules = "Answer with care, in full sentences, and say what is not known to you. " * 3
     gateway.app.runtime.prefix_health._look_every = 0.0
     for number in range(3):
