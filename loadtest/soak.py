@@ -95,9 +95,9 @@ def running(command: list[str], port: int, probe: str) -> Iterator[subprocess.Po
 
 
 def resident(pid: int) -> float:
-    """MiB of memory held."""
+    """MiB of memory of its own; pages of the disk cache, which it maps, are the kernel's to take back."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
 
 
 def open_files(pid: int) -> int:
