@@ -36,6 +36,7 @@ GAPS = (0.01, 0.0)
 """Seconds between two pieces: most come in reads of their own, or most come together."""
 OTHER_GAPS = (0.03, 0.1, 0.0)
 """Tried where the two differ, since both may be slow."""
+CLOSE = b"\r\nconnection: close\r\n"
 HEALTHY = b'{"status":"ok"}'
 """The answer to the last request: it has come so far."""
 
@@ -214,12 +215,15 @@ class _Targets:
 
 
 def _same_until_the_end(told: Told, heard: list[Told]) -> bool:
-    """Whether all were told the same as far as each was told anything before the connection ended."""
+    """Whether all were told the same as far as each was told anything before the connection ended. Whether an answer
+    said so itself depends on what had come by then.
+    """
     bodies = [body for one in (told, *heard) for _, body in one.responses]
     if HEALTHY in bodies or not all(one.closed for one in (told, *heard)):
         return False
-    fewest = min(len(one.responses) for one in (told, *heard))
-    return all(one.responses[:fewest] == told.responses[:fewest] for one in heard)
+    answers = [[(head.replace(CLOSE, b"\r\n"), body) for head, body in one.responses] for one in (told, *heard)]
+    fewest = min(map(len, answers))
+    return all(one[:fewest] == answers[0][:fewest] for one in answers)
 
 
 @contextlib.contextmanager
