@@ -36,7 +36,7 @@ GAPS = (0.01, 0.0)
 """Seconds between two pieces: most come in reads of their own, or most come together."""
 OTHER_GAPS = (0.03, 0.1, 0.0)
 """Tried where the two differ, since both may be slow."""
-CLOSE = b"\r\nconnection: close\r\n"
+CLOSE = b"connection: close\r\n"
 HEALTHY = b'{"status":"ok"}'
 """The answer to the last request: it has come so far."""
 
@@ -221,7 +221,7 @@ def _same_until_the_end(told: Told, heard: list[Told]) -> bool:
     bodies = [body for one in (told, *heard) for _, body in one.responses]
     if HEALTHY in bodies or not all(one.closed for one in (told, *heard)):
         return False
-    answers = [[(head.replace(CLOSE, b"\r\n"), body) for head, body in one.responses] for one in (told, *heard)]
+    answers = [[(head.replace(CLOSE, b""), body) for head, body in one.responses] for one in (told, *heard)]
     fewest = min(map(len, answers))
     return all(one[:fewest] == answers[0][:fewest] for one in answers)
 
