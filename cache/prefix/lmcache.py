@@ -4,7 +4,8 @@ LMCache stores chunks of tokens and names them by all token ids before. Here a c
 is a codec record, opaque to the server, in a "model" named after the layout: so its blocks are proven on the way back
 like any other tier's. The server may keep a second level (Redis, disk, …) of its own, and serve vLLM beside us.
 
-Needs the extra `warmgate[lmcache]` (one exact version, for its RPC has no promise of stability) and a server such as
+Needs the extra `warmgate[lmcache]` (one exact version, for its RPC has no promise of stability; in the environment of
+`make`, requirements-lmcache.txt instead) and a server such as
 
     lmcache server --host 127.0.0.1 --port 5555 --chunk-size BLOCK_SIZE --supported-transfer-mode engine_driven
         --shm-name warmgate --l1-size-gb 4 --eviction-policy LRU

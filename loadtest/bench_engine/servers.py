@@ -1,9 +1,12 @@
-"""Servers to measure: engine processes and Redis servers of one's own, or anyone's OpenAI-compatible server."""
+"""Servers to measure: engines, Redis and LMCache servers of one's own, or anyone's OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import json
+import os
 import random
 import shutil
 import socket
@@ -166,3 +169,47 @@ def redis() -> Iterator[str | None]:
         finally:
             process.terminate()
             process.wait()
+
+
+@contextlib.contextmanager
+def lmcache(block_size: int = 32, gigabytes: float = 2) -> Iterator[str | None]:
+    """An LMCache server of our own, in memory alone, or None where LMCache is not installed. Starts in seconds."""
+    if importlib.util.find_spec("lmcache") is None:
+        yield None
+        return
+    port, http = free_port(), free_port()
+    command = lmcache_command(port, http, f"warmgate-bench-{os.getpid()}", block_size, gigabytes)
+    process = subprocess.Popen(command, env=LMCACHE_ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not lmcache_answers(http):
+            if process.poll() is not None:
+                raise SystemExit("lmcache server did not start")
+            time.sleep(0.1)
+        yield f"lmcache://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+LMCACHE_ENVIRONMENT = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
+
+
+def lmcache_command(
+    port: int, http: int, memory: str, block_size: int, gigabytes: float, *, redis: int = 0
+) -> list[str]:
+    """`lmcache server` on loopback, with a shared memory name, and a second level in the Redis at a port if not 0."""
+    lower = {"type": "resp", "host": "127.0.0.1", "port": redis, "num_workers": 2}
+    return [
+        *[str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(port)],
+        *["--http-host", "127.0.0.1", "--http-port", str(http), "--prometheus-port", str(free_port())],
+        *["--chunk-size", str(block_size), "--l1-size-gb", str(gigabytes), "--no-l1-use-lazy"],
+        *["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven", "--shm-name", memory],
+        *(["--l2-adapter", json.dumps(lower), "--l2-prefetch-policy", "retain"] if redis else []),
+    ]
+
+
+def lmcache_answers(http: int) -> bool:
+    """Whether the LMCache server with this HTTP port is ready."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{http}/healthcheck").status_code == 200
+    return False

@@ -13,12 +13,16 @@ import httpx
 import pytest
 
 from tests.cache.prefix.helpers import RedisServer, wait_for
-from tests.cache.prefix.test_lmcache import Server as LMCacheServer
-from tests.cache.prefix.test_lmcache import installed
+from tests.cache.prefix.lmcache_server import installed, lmcache_server
 from tests.engine.test_process import free_port
 
 MODEL = "smollm2-135m-instruct"
-PROMPT = [1000 + (i * 7919) % 30000 for i in range(516)]
+FULL = 4096
+"""Tokens in whole blocks, of 32 each."""
+BLOCKS = FULL // 32
+PROMPT = [1000 + (i * 7919) % 30000 for i in range(FULL + 4)]
+BLOCK_BYTES = 32 * 23_040
+"""Of the bundled model in bfloat16."""
 
 
 @contextlib.contextmanager
@@ -44,13 +48,14 @@ def engine(*options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 def ask(url: str) -> dict[str, Any]:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=100)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=200)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_killed_engine_starts_warm_from_redis(tmp_path: Path) -> None:
     redis = RedisServer(tmp_path)
     options = ("--dtype", "bfloat16", "--kv-host", "128MiB", "--kv-remote", redis.url, "--write-through-uses", "1")
@@ -58,14 +63,14 @@ def test_a_killed_engine_starts_warm_from_redis(tmp_path: Path) -> None:
         with engine(*options) as (url, process):
             cold = ask(url)
             assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            wait_for(lambda: len(redis.block_keys()) == 16, timeout=30)
+            wait_for(lambda: len(redis.block_keys()) == BLOCKS, timeout=30)
             process.kill()
         with engine(*options) as (url, _):
             warm = ask(url)
-            assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 512, "cached_by_tier": {"redis": 512}}
+            assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": FULL, "cached_by_tier": {"redis": FULL}}
             assert warm["choices"] == cold["choices"]
             again = ask(url)
-            assert again["usage"]["prompt_tokens_details"]["cached_by_tier"] == {"device": 512}
+            assert again["usage"]["prompt_tokens_details"]["cached_by_tier"] == {"device": FULL}
             assert again["choices"] == cold["choices"]
     finally:
         redis.kill()
@@ -76,21 +81,22 @@ def test_a_killed_engine_starts_warm_from_redis(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_engine_and_lmcache_killed_start_warm_from_its_second_level(tmp_path: Path) -> None:
-    server = LMCacheServer(tmp_path, chunk=32)
-    options = ("--dtype", "bfloat16", "--kv-remote", server.url, "--write-through-uses", "1")
-    try:
-        with engine(*options) as (url, _):
+    with lmcache_server(tmp_path, block_size=32) as server:
+        options = ("--dtype", "bfloat16", "--kv-remote", server.url, "--write-through-uses", "1")
+        with engine(*options) as (url, process):
             cold = ask(url)
-            wait_for(lambda: tier_blocks(url, "lmcache", "stored") == 16, timeout=60)
-            wait_for(lambda: server.second_level_keys() >= 16, timeout=60)
+            wait_for(lambda: tier_blocks(url, "lmcache", "stored") == BLOCKS, timeout=60)
+            wait_for(lambda: server.second_level_keys() >= BLOCKS, timeout=60)
+            process.kill()
         server.kill()
         server.start()
+        before = server.second_level_read()
         with engine(*options) as (url, _):
             warm = ask(url)
-            assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 512, "cached_by_tier": {"lmcache": 512}}
+            cached = {"cached_tokens": FULL, "cached_by_tier": {"lmcache": FULL}}
+            assert warm["usage"]["prompt_tokens_details"] == cached
             assert warm["choices"] == cold["choices"]
-    finally:
-        server.close()
+        assert server.second_level_read() - before >= BLOCKS * BLOCK_BYTES
 
 
 def tier_blocks(url: str, tier: str, event: str) -> float:

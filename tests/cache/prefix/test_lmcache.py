@@ -1,23 +1,12 @@
-"""The LMCache tier against the real `lmcache server`, with a second level in a real Redis (O-59, O-62, O-63).
+"""The LMCache tier against the real `lmcache server`, with a second level in a real Redis (O-59, O-62, O-63)."""
 
-Skipped where LMCache is not installed (`pip install 'warmgate[lmcache]'`). Starting the server takes half a minute.
-"""
-
-import importlib.util
-import json
-import os
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import redis
 
 from cache.prefix.codec import Codec
 from cache.prefix.lmcache import LMCacheTier, LMCacheUnavailable
@@ -35,100 +24,19 @@ from tests.cache.prefix.helpers import (
     payload,
     wait_for,
 )
+from tests.cache.prefix.lmcache_server import LMCacheServer, installed, lmcache_server
 
-installed = pytest.mark.skipif(
-    importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed: pip install 'warmgate[lmcache]'"
-)
 MakeStack = Callable[..., TierStack]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
-    """`lmcache server` over a Redis, both of one's own."""
-
-    def __init__(self, folder: Path, chunk: int = BLOCK_TOKENS) -> None:
-        self._chunk = chunk
-        self.port, self.http, self.redis, self.metrics = (free_port() for _ in range(4))
-        self.url = f"lmcache://127.0.0.1:{self.port}"
-        self.memory = f"warmgate-test-{os.getpid()}-{self.port}"
-        self.log = (folder / "lmcache.log").open("w")
-        self._redis = subprocess.Popen(
-            ["redis-server", "--bind", "127.0.0.1", "--port", str(self.redis), "--save", ""], stdout=subprocess.DEVNULL
-        )
-        self.start()
-
-    def start(self) -> None:
-        second_level = f'{{"type": "resp", "host": "127.0.0.1", "port": {self.redis}, "num_workers": 2}}'
-        command = [
-            *[str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.port)],
-            *["--chunk-size", str(self._chunk), "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--no-l1-use-lazy"],
-            *["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven", "--shm-name", self.memory],
-            *["--l2-adapter", second_level, "--http-host", "127.0.0.1", "--http-port", str(self.http)],
-            *["--prometheus-port", str(self.metrics), "--l2-prefetch-policy", "retain"],
-        ]
-        environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
-        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=subprocess.STDOUT)
-        wait_for(self._answers, timeout=180)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self.stop()
-        self._redis.kill()
-        self._redis.wait()
-        self.log.close()
-
-    def second_level_keys(self) -> int:
-        """How many objects Redis holds."""
-        client = redis.Redis(port=self.redis)
-        try:
-            return int(client.dbsize())  # type: ignore[arg-type]
-        finally:
-            client.close()
-
-    def locks(self) -> int:
-        """Sessions open and objects locked."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/status") as answer:
-            status = json.load(answer)
-        first_level = status["storage_manager"]["l1_managers"]["_default"]
-        return status["active_sessions"] + first_level["read_locked_count"] + first_level["write_locked_count"]
-
-    def _answers(self) -> bool:
-        assert self.process.poll() is None, Path(self.log.name).read_text()[-2000:]
-        try:
-            with socket.create_connection(("127.0.0.1", self.http), 0.2) as connection:
-                connection.sendall(b"GET /healthcheck HTTP/1.0\r\n\r\n")
-                return b" 200 " in connection.recv(100)
-        except OSError:
-            time.sleep(0.2)
-            return False
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
-    running = Server(tmp_path_factory.mktemp("lmcache"))
-    yield running
-    running.close()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
+    with lmcache_server(tmp_path_factory.mktemp("lmcache"), BLOCK_TOKENS) as running:
+        yield running
 
 
 @pytest.fixture
-def engine(server: Server) -> Iterator[MakeStack]:
+def engine(server: LMCacheServer) -> Iterator[MakeStack]:
     stacks: list[TierStack] = []
 
     def make(*, layout: bytes = LAYOUT, limits: Limits | None = None, breaker: Breaker | None = None) -> TierStack:
@@ -244,7 +152,14 @@ def test_a_chunk_size_other_than_the_block_size_is_said_clearly(server, caplog):
     stack.close()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lmcache") is not None, reason="LMCache is installed")
-def test_without_the_package_the_message_says_what_to_install():
+def test_without_the_package_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lmcache.v1.multiprocess.custom_types", None)
     with pytest.raises(LMCacheUnavailable, match=r"pip install 'warmgate\[lmcache\]'"):
+        LMCacheTier("lmcache://127.0.0.1:1", Codec(LAYOUT, BLOCK_BYTES), BLOCK_TOKENS)
+
+
+@installed
+def test_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr("cache.prefix.lmcache.metadata.version", lambda name: "0.5.7")
+    with pytest.raises(LMCacheUnavailable, match=r"LMCache 0\.5\.6 is needed, 0\.5\.7 is installed"):
         LMCacheTier("lmcache://127.0.0.1:1", Codec(LAYOUT, BLOCK_BYTES), BLOCK_TOKENS)
