@@ -10,10 +10,11 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cache.response.faq import FaqError, read_faq
-from cache.response.tags import EVERYTHING, before, soft
+from cache.response.tags import EVERYTHING, before, place_of, soft
 from gateway.access import plain, require_operator
 from gateway.dialects import DIALECTS
 from gateway.explanation import explanation
+from gateway.judging import report as agreement_report
 from gateway.ladder import report as ladder_report
 from gateway.plan import BadRequest, read_body
 from gateway.prefix_health import report as prefix_report
@@ -60,6 +61,22 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     async def prefix_health() -> dict[str, Any]:
         """How much of the prompts is shared, what keeps more of them from being, and the change that would mend it."""
         return prefix_report(worker["prefixes"] for worker in (await of_all_workers(runtime)).values())
+
+    @router.get("/agreement")
+    async def agreement() -> list[dict[str, Any]]:
+        """How often held-out answers agreed with those kept, by place, and which places are doubted or disarmed."""
+        return agreement_report(runtime, await of_all_workers(runtime), None)
+
+    @router.post("/arm")
+    async def arm(request: Request) -> dict[str, Any]:
+        """Lets what is kept of a place answer again: ``model``, and its ``tenant`` and ``namespace``."""
+        try:
+            order = orjson.loads(await request.body())
+        except orjson.JSONDecodeError:
+            order = None
+        place = place_to_arm(order, runtime)
+        disarmed = place in runtime.generations.disarmed
+        return {"armed": place, "was_disarmed": disarmed, "everywhere": await runtime.arm(place, armed=True)}
 
     @router.post("/explain")
     async def explain(request: Request, path: str = "/v1/chat/completions", tenant: str = "default") -> JSONResponse:
@@ -135,6 +152,14 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
         return {"entries": len(faq.entries), "collisions": faq.collisions()}
 
     return router
+
+
+def place_to_arm(order: object, runtime: Runtime) -> str:
+    """The place that an order names; raises HTTP 400."""
+    named = {"tenant": "default", "namespace": "", **order} if isinstance(order, dict) else {}
+    if named.keys() != {"tenant", "namespace", "model"} or not all(isinstance(part, str) for part in named.values()):
+        raise HTTPException(400, 'Name what to arm as {"model": "m1"}, with its "tenant" and "namespace", if any.')
+    return place_of(named["tenant"], named["namespace"], runtime.planner.model(named["model"]).target)
 
 
 def purge_scope(order: dict[str, Any], runtime: Runtime) -> str:

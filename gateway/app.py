@@ -18,6 +18,7 @@ from gateway.dashboard.routes import dashboard_routes
 from gateway.heads import Heads
 from gateway.health import health_routes
 from gateway.http import Request, Response, Stream
+from gateway.judging import keep_judging
 from gateway.pipeline import Pipeline
 from gateway.receive import ClientGone, Unreadable, read_request
 from gateway.reload import Source, reload
@@ -70,6 +71,7 @@ class Gateway:
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         await self.runtime.open()
         self.runtime.background(self.sentinels.run())
+        self.runtime.background(keep_judging(self.runtime))
         try:
             yield
         finally:

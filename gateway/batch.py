@@ -72,7 +72,7 @@ class Batches:
         order = [_identity(plan, request, item) for item in items]
         work = _Work(plan, request, row, route, dict(zip(order, items, strict=True)), order)
         row.model = plan.model.target
-        if plan.may_recall:
+        if plan.may_recall and self._runtime.trust.believes(plan):
             await self._recall(work)
         if work.new and plan.directives.only_if_cached:
             return None

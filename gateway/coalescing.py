@@ -26,6 +26,8 @@ from gateway.tenants import Denied
 from gateway.upstreams.client import UpstreamError
 from gateway.upstreams.pool import Member
 
+DISARMED = "miss"
+"""Why the cache did not answer (RFC 9211) where what it has is not believed (`gateway.trust`)."""
 Spare = Callable[[], Response | None]
 """A stale answer, if one may be served now that the upstream has failed."""
 
@@ -108,7 +110,7 @@ class Coalescing:
         runtime, key = self._runtime, plan.identity.fingerprint
         shared = (plan.may_join or cause == "stale") and not alone and not self._under_way(plan)
         flight = new_flight(shared=shared)
-        wanted = plan.may_keep or exchange.held_out is not None
+        wanted = plan.may_keep or exchange.comparison is not None
 
         def call() -> Coroutine[Any, Any, Landed]:
             request, name = exchange.request, exchange.request_id
@@ -244,6 +246,8 @@ def _status(plan: Plan, fwd: str, head: Head, landed: Landed | None, *, collapse
         parts.append("stored")
     if fwd == "bypass":
         parts.append(f"detail={_quoted(plan.verdict.reason)}")
+    elif fwd == DISARMED:
+        parts.append("detail=disarmed")
     elif head.fallback:
         parts.append(f"detail={_quoted(f'not stored: the model {head.fallback} stood in')}")
     elif landed is not None and landed.reason:

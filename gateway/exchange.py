@@ -7,6 +7,7 @@ from dataclasses import replace
 from gateway.clock import Clock
 from gateway.dialects import DIALECTS, Dialect
 from gateway.dialects.openai import error_body
+from gateway.holdout import Comparison
 from gateway.http import JSON, Headers, Request, Response
 from gateway.ids import accepted, unique
 from gateway.ledger import Row
@@ -27,7 +28,7 @@ class Exchange:
         )
         self._clock = clock
         self.began = clock.monotonic()
-        self.held_out: bytes | None = None  # the kept message, where this would have been a hit (`gateway.holdout`)
+        self.comparison: Comparison | None = None  # where this would have been a hit
         self.computed: bytes | None = None  # the message that an upstream made for this request
 
     def join_trace(self) -> None:

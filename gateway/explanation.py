@@ -24,11 +24,13 @@ async def explanation(runtime: Runtime, plan: Plan, posted: Request) -> dict[str
     faq, reason = _faq(runtime, plan), plan.verdict.reason
     if faq is not None and faq["served"]:
         would = "faq"
-    elif state not in (None, "expired"):
+    elif state not in (None, "expired") and runtime.trust.believes(plan):
         would = "hit"
     elif not await runtime.pool.serving(plan.model.target, posted):
         would, reason = "error", f"no upstream serves the model {plan.model.target[:100]!r}"
     else:
+        if state is not None and not runtime.trust.believes(plan):
+            reason = "disarmed: what is kept here disagrees with upstreams too often (GET /admin/agreement)"
         would = "miss" if plan.verdict.cacheable else "bypass"
     return {
         "would": would,

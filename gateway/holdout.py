@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
@@ -19,6 +20,17 @@ _INCIDENTAL = frozenset(
     ("id", "created", "created_at", "usage", "system_fingerprint", "service_tier", "call_id", "item_id", "request_id")
 )
 """Fields that differ between two equal answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What could have been answered from the cache: the ``kept`` message, empty where it cannot be compared (sampled),
+    from which ``place`` (`gateway.trust`), and whether it is ``held_out`` (else its place is disarmed).
+    """
+
+    kept: bytes
+    place: str
+    held_out: bool
 
 
 PATIENCE = 60.0

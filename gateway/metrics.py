@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cache.response.tags import parts_of
 from gateway.ledger import LedgerClosed
 from gateway.ledger import counters as c
 from gateway.ledger.query import Sum, totals
@@ -139,6 +140,7 @@ class _Scrape(Collector):
         round_at = _gauge("warmgate_sentinel_round_timestamp_seconds", "When the last round of sentinels ended.")
         canaries = _counter("warmgate_sentinel_requests", "Canaries sent to upstreams, in no other figure.")
         cost = _counter("warmgate_sentinel_tokens", "Tokens of these canaries, in no other figure.", "kind")
+        disarmed = _gauge("warmgate_disarmed", "Whether what is kept may not answer.", "tenant", "namespace", "model")
         ledger = _gauge("warmgate_ledger_ok", "Whether the ledger can be written.")
         dropped = _counter("warmgate_ledger_dropped", "Requests that the ledger had to give up counting.")
         log = _gauge("warmgate_access_log_ok", "Whether the access log can be written.")
@@ -192,6 +194,9 @@ class _Scrape(Collector):
                 canaries.add_metric([worker], told["sentinels"]["spent"].get("requests", 0))
                 for kind in ("prompt", "cached", "output"):
                     cost.add_metric([worker, kind], told["sentinels"]["spent"].get(kind, 0))
+            off = told["trust"]["disarmed"]
+            for place in dict.fromkeys([*off, *(seen[0] for seen in told["trust"]["seen"])]):
+                disarmed.add_metric([worker, *parts_of(place)], place in off)
             ledger.add_metric([worker], not told["ledger"]["problem"])
             dropped.add_metric([worker], told["ledger"]["dropped"])
             log.add_metric([worker], not told["access_log"]["problem"])
@@ -225,6 +230,7 @@ class _Scrape(Collector):
             round_at,
             canaries,
             cost,
+            disarmed,
             ledger,
             dropped,
             log,

@@ -10,12 +10,12 @@ from functools import partial
 
 from cache.response.entry import BadEntry, Entry
 from gateway.batch import Batches
-from gateway.coalescing import Coalescing
+from gateway.coalescing import DISARMED, Coalescing
 from gateway.dialects.embeddings import Embeddings
 from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
 from gateway.hit import hit_headers, kept_response
-from gateway.holdout import PATIENCE, agreement
+from gateway.holdout import PATIENCE, Comparison, agreement
 from gateway.http import JSON, Request, Response, Stream
 from gateway.ladder import seen, uncacheable
 from gateway.ledger import SAVED, Outcome
@@ -24,6 +24,7 @@ from gateway.plan import BadRequest, Plan, read_body
 from gateway.runtime import Runtime
 from gateway.shortcut import Shortcut
 from gateway.tenants import Denied
+from gateway.trust import place
 from gateway.upstreams.client import UpstreamError
 from policies.freshness import freshness, serves_after_error
 from policies.misses import Cause
@@ -125,7 +126,11 @@ class Pipeline:
                 expires = runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)
                 age = max(0.0, now - entry.born)
                 state = freshness(age, expires - now, plan.lifetime.while_revalidate, plan.directives)
-                if state == "expired":
+                if not runtime.trust.believes(plan):
+                    if state != "expired":
+                        exchange.comparison = _compared(plan, entry, held_out=False)
+                        fwd, row.reason = DISARMED, "disarmed"
+                elif state == "expired":
                     stale, fwd = entry, "request" if expires > now else "stale"
                 else:
                     if state == "revalidate":
@@ -138,12 +143,15 @@ class Pipeline:
         if plan.directives.only_if_cached:
             row.outcome, row.reason = "miss", "only-if-cached"
             message = "Nothing stored answers this request (only-if-cached)."
-            status = (b"cache-status", b"warmgate; fwd=" + fwd.encode())
+            detail = b"; detail=disarmed" if fwd == DISARMED else b""
+            status = (b"cache-status", b"warmgate; fwd=" + fwd.encode() + detail)
             return exchange.refusal(504, message, "not_cached", [status])
         cause: Cause | None = None
         if not plan.verdict.cacheable:
             fwd, row.reason = "bypass", plan.verdict.reason
             runtime.misses.uncacheable(uncacheable(exchange.request, row.tenant))
+        elif fwd == DISARMED:
+            cause = "disarmed"
         elif plan.may_recall and plan.may_keep:
             cause = runtime.misses.cause(seen(plan), runtime.clock.time())
         response = await self._coalescing.answer(exchange, plan, fwd, lambda: self._spare(exchange, plan, stale))
@@ -153,12 +161,12 @@ class Pipeline:
 
     async def _hold_out(self, exchange: Exchange, plan: Plan, entry: Entry) -> Response:
         """Sends upstream what could have been answered; the kept answer serves should that fail."""
-        exchange.held_out, exchange.row.reason = b"" if plan.sampled else entry.message, "held out"
+        exchange.comparison, exchange.row.reason = _compared(plan, entry, held_out=True), "held out"
         alone = replace(plan, lifetime=replace(plan.lifetime, ttl=0.0))  # neither joined nor stored
 
         def kept() -> Response | None:
             hold_out.went(well=False)
-            exchange.held_out, exchange.row.reason = None, "held out, upstream failed"
+            exchange.comparison, exchange.row.reason = None, "held out, upstream failed"
             return self._hit(exchange, plan, entry, "exact")
 
         hold_out = self._runtime.holdout
@@ -173,8 +181,10 @@ class Pipeline:
             if not isinstance(response.body, bytes):
                 response.body.close()
             return hit
-        if exchange.held_out is not None:
+        if exchange.comparison is not None:
             hold_out.went(well=True)
+            if exchange.row.outcome == "miss":
+                self._runtime.misses.count("held out")
         return response
 
     def _spare(self, exchange: Exchange, plan: Plan, stale: Entry | None) -> Response | None:
@@ -227,6 +237,15 @@ class Pipeline:
             exchange.caller.usage.release(row.usage)
         if row.outcome in SAVED and row.ttft is None:
             row.ttft = row.latency
-        if exchange.held_out is not None and row.outcome == "miss" and status == 200:
-            row.held_out = agreement(exchange.held_out, exchange.computed) if exchange.held_out else "unjudged"
+        compared = exchange.comparison
+        if compared is not None and row.outcome == "miss" and status == 200:
+            verdict = agreement(compared.kept, exchange.computed) if compared.kept else "unjudged"
+            if verdict != "unjudged":
+                runtime.trust.compared(compared.place, verdict == "agrees")
+            row.held_out = verdict if compared.held_out else ""
         runtime.ledger.record(row)
+
+
+def _compared(plan: Plan, entry: Entry, *, held_out: bool) -> Comparison:
+    """To be compared with what an upstream answers in its stead."""
+    return Comparison(b"" if plan.sampled else entry.message, place(plan), held_out)

@@ -20,7 +20,7 @@ from cache.response.flights import Flights
 from cache.response.keep import Keeper
 from cache.response.recall import Recall
 from cache.response.shared_flights import SharedFlights
-from cache.response.tags import Generations
+from cache.response.tags import Generations, arming
 from cache.stores.base import SharedStore
 from cache.stores.breaker import Breaker, GuardedStore
 from cache.stores.disk import DiskStore
@@ -41,6 +41,7 @@ from gateway.sentinels import Board
 from gateway.split import Splits
 from gateway.telemetry.access_log import AccessLog
 from gateway.tenants import Tenants
+from gateway.trust import Trust
 from gateway.upstreams.client import UpstreamClient
 from gateway.upstreams.discovery import Discovery
 from gateway.upstreams.pool import Pool
@@ -79,6 +80,7 @@ class Runtime:
         self.otlp: Otlp | None = None
         self.board = Board()
         self.generations = Generations()
+        self.trust = Trust(self.generations)
         self.flights: Flights[CallFlight] = Flights(self.generations)
         self.not_stored: Counter[str] = Counter()
         self.closing = asyncio.Event()  # set when the server begins to drain: streams without an end must end
@@ -138,6 +140,7 @@ class Runtime:
         self.ledger.follow(self.access_log if config.telemetry.access_log is not None else None)
         self._export_to(config.telemetry.otlp)
         self.holdout = HoldOut(config.cache.holdout)
+        self.trust.most, self.trust.disarms = config.cache.max_disagreement, config.cache.disarm
         self.stores_prompts = config.ledger is not None and config.ledger.store_prompts
         self.read_faq()
         self._changed()
@@ -203,6 +206,10 @@ class Runtime:
             return self.shared is None and self.config.listen.workers == 1
         self.generations.learn(scope, generation)
         return True
+
+    async def arm(self, place: str, *, armed: bool) -> bool:
+        """What is kept of a place (`gateway.trust`) may answer from now on, or may not; see `purge`."""
+        return await self.purge(arming(place, armed=armed))
 
     def _export_to(self, url: str | None) -> None:
         """Another collector, or none, gets what is counted from now on."""

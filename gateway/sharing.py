@@ -35,7 +35,7 @@ class Sharing:
 
     async def fly(self, plan: Plan, flight: CallFlight, call: Callable[[], Coroutine[Any, Any, Landed]]) -> Landed:
         """The producer of ``flight``: what ``call`` brings, or the same call of another gateway."""
-        anew = False
+        anew = not self._runtime.trust.believes(plan)
         for _ in range(ATTEMPTS):
             seat = await self._shared.board(self._name(plan), anew=anew)
             if isinstance(seat, Stored):

@@ -100,6 +100,8 @@ class Shortcut:
 
     def _serve(self, caught: Caught, slot: Remembered, entry: Entry, began: float) -> bytes | None:
         runtime, plan = self._runtime, slot.plan
+        if not runtime.trust.believes(plan):
+            return None
         now = runtime.clock.time()
         if runtime.generations.fresh_until(entry.generations, entry.born, entry.expires) <= now:
             return None

@@ -15,7 +15,7 @@ from gateway.ledger.store import WORKER_GONE
 from gateway.runtime import Runtime
 
 Vitals = dict[str, Any]
-FORM = 6
+FORM = 7
 """Raised whenever the words change, since workers of two versions may share a ledger for a while."""
 
 
@@ -60,6 +60,7 @@ def vitals(runtime: Runtime) -> Vitals:
             "uncacheable_repeats": runtime.misses.uncacheable_repeats,
         },
         "prefixes": runtime.prefix_health.told(),
+        "trust": runtime.trust.told(),
         "ledger": {"problem": runtime.ledger.problem, "dropped": runtime.ledger.dropped},
         "otlp": {"problem": runtime.otlp.problem, "lost": runtime.otlp.lost} if runtime.otlp is not None else None,
         "access_log": {"problem": runtime.access_log.problem, "dropped": runtime.access_log.dropped},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, lgamma, log, sqrt
 
 FEWEST = 5
 """Values below which a mean says nothing yet."""
@@ -46,6 +46,21 @@ def share(yes: int, n: int) -> Interval | None:
     middle = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z / (1 + z2 / n) * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     return Interval(p, min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half)))
+
+
+def surely_below(yes: int, n: int, bound: float, doubt: float) -> bool:
+    """Whether the share of the whole is below ``bound``: the upper end of its exact confidence interval (Clopper and
+    Pearson, 1934) is. ``doubt``: how often a share that lies on the bound would be taken for one below it.
+    """
+    if yes >= n or bound <= 0:
+        return False
+    if bound >= 1:
+        return True
+    at_most = (
+        exp(lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1) + k * log(bound) + (n - k) * log(1 - bound))
+        for k in range(yes + 1)
+    )
+    return sum(at_most) < doubt
 
 
 def _t(freedom: int) -> float:

@@ -5,10 +5,14 @@ compared for equality, so an entry written under a generation that this process 
 alive by mistake. Soft generations (scope ``~…``) make older entries stale from the moment of the first such purge on,
 however many follow; they are compared, not timed, so that clocks of several machines need not agree. ``before@MS``
 ends, and ``~before@MS`` makes stale, all that was born before a moment in unix milliseconds.
+
+Two more scopes, ``armed:PLACE`` and ``disarmed:PLACE``, purge nothing: of the two, the one raised last says whether
+what is kept of a place (a tenant's namespace, for one model) may answer.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,6 +22,7 @@ PULSE = "pulse"
 """A scope that nothing belongs to: raised now and then, to see that purges are heard of."""
 _BEFORE = "before@"
 _SOFT = "~"
+_ARMED, _DISARMED = "armed:", "disarmed:"
 MARKS = 16
 """Soft purges of one scope that are told apart; those before them are taken for one, since the first of them."""
 
@@ -36,6 +41,22 @@ def before(moment: float) -> str:
 def soft(scope: str) -> str:
     """The name under which a soft purge of ``scope`` is kept."""
     return _SOFT + scope
+
+
+def place_of(tenant: str, namespace: str, model: str) -> str:
+    """The name of a place; `parts_of` takes it apart."""
+    return json.dumps([tenant, namespace, model], ensure_ascii=False, separators=(",", ":"))
+
+
+def parts_of(place: str) -> tuple[str, str, str]:
+    """Tenant, namespace and model."""
+    tenant, namespace, model = json.loads(place)
+    return tenant, namespace, model
+
+
+def arming(place: str, *, armed: bool) -> str:
+    """The scope to be raised so that what is kept of a place may answer, or may not."""
+    return (_ARMED if armed else _DISARMED) + place
 
 
 class _Marks:
@@ -71,12 +92,17 @@ class Generations:
         self._dead_before = 0  # unix milliseconds
         self._stale_before = _Marks()
         self._pulse = 0  # apart from the others, so that whoever has purged nothing pays for no comparison
+        self._armings: dict[str, int] = {}
+        self.disarmed: set[str] = set()  # places
 
     def learn(self, scope: str, generation: int) -> None:
         """Takes note of a purge, whether made here or heard of; generations never go back."""
         is_soft, name = scope.startswith(_SOFT), scope.removeprefix(_SOFT)
         if name == PULSE:
             self._pulse = max(generation, self._pulse)
+        elif name.startswith((_ARMED, _DISARMED)):
+            self._armings[name] = max(generation, self._armings.get(name, 0))
+            self._set(name.partition(":")[2])
         elif name.startswith(_BEFORE):
             moment = int(name.removeprefix(_BEFORE))
             if is_soft:
@@ -93,9 +119,21 @@ class Generations:
         is_soft, name = scope.startswith(_SOFT), scope.removeprefix(_SOFT)
         if name == PULSE:
             return self._pulse >= generation
+        if name.startswith((_ARMED, _DISARMED)):
+            return self._armings.get(name, 0) >= generation
         if name.startswith(_BEFORE):
             return (self._stale_before.latest if is_soft else self._dead_before) >= int(name.removeprefix(_BEFORE))
         return self._latest(name, is_soft=is_soft) >= generation
+
+    def armed_at(self, place: str) -> int:
+        """The generation at which a place was last armed or disarmed; 0 where it never was."""
+        return max(self._armings.get(scope + place, 0) for scope in (_ARMED, _DISARMED))
+
+    def _set(self, place: str) -> None:
+        if self._armings.get(_DISARMED + place, 0) > self._armings.get(_ARMED + place, 0):
+            self.disarmed.add(place)
+        else:
+            self.disarmed.discard(place)
 
     def purge(self, scope: str, now: float) -> None:
         """Makes a purge that no store has numbered. ``now``: unix seconds."""
@@ -103,6 +141,8 @@ class Generations:
         self.learn(scope, max(int(now * 1000), self._latest(name, is_soft=is_soft) + 1))
 
     def _latest(self, name: str, *, is_soft: bool) -> int:
+        if name.startswith((_ARMED, _DISARMED)):
+            return self.armed_at(name.partition(":")[2])
         if not is_soft:
             return self._hard.get(name, 0)
         marks = self._soft.get(name)

@@ -226,6 +226,8 @@ class Cache(Section):
     store_finish: tuple[Text, ...] = ("stop", "tool_calls")
     rules: tuple[CacheRule, ...] = ()
     holdout: Share = 0.01  # share of hits that are recomputed, to measure what was saved
+    max_disagreement: Share = 0.1  # share of recomputed answers that may differ from those kept, before it is told
+    disarm: bool = False  # whether what is kept then no longer answers, until answers agree again
 
 
 class Limits(Section):

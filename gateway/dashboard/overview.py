@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any
 
-from gateway import reporting
+from gateway import judging, reporting
 from gateway.ladder import report as ladder_report
 from gateway.ledger import OUTCOMES, SAVED, query
 from gateway.ledger import counters as c
@@ -58,14 +58,15 @@ async def overview(runtime: Runtime, asked: Asked) -> dict[str, Any]:
     """Everything the page shows; raises `gateway.ledger.LedgerClosed`."""
     now = runtime.clock.time()
     found = await runtime.ledger.read(lambda connection: _found(connection, asked, now))
+    kept = unpacked(found.pop("vitals")) | {runtime.ledger.worker: vitals(runtime)}
+    found["agreement"] = judging.report(runtime, kept, asked.tenant)
     if asked.operator:
-        kept = unpacked(found.pop("vitals")) | {runtime.ledger.worker: vitals(runtime)}
         found |= _machinery(kept, found.pop("by_upstream"))
         found["sentinels"] = report(kept, now)
         found["ladder"] = await _ladder(runtime, kept)
         found["prefixes"] = prefix_report(told["prefixes"] for told in kept.values())
     else:
-        del found["vitals"], found["by_upstream"], found["tenants"]
+        del found["by_upstream"], found["tenants"]
     found["slo"] = _service_levels(runtime, found["models"], found["range"])
     found["ledger"] = {"problem": runtime.ledger.problem, "shared": runtime.ledger.shared}
     found["setup"] = {

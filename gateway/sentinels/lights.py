@@ -24,6 +24,7 @@ MEANS = {
     "template": "the upstream makes the tokens of a prompt that it made before, and that its tokenizer makes here",
     "events": "its KV events arrive, and what it holds appears in the router's index",
     "prefix of another tenant": "the upstream does not find for one tenant what it has computed for another",
+    "agreement": "what is kept and what upstreams answer now agree as often as they should (the hold-out)",
     "rounds": "the sentinels themselves make their rounds",
 }
 """What a green light says, by the light's name."""

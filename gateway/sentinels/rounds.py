@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable
 
 from cache.stores.breaker import GuardedStore
+from gateway.judging import agreement
 from gateway.runtime import Runtime
 from gateway.sentinels.agreeing import purges, salt
 from gateway.sentinels.computing import Computing, is_watched
@@ -67,6 +68,7 @@ class Sentinels:
             lights += await _lit(across(runtime, store), "shared coalescing")
         lights += await _lit(purges(runtime, store), "purges")
         lights += await _lit(salt(runtime, store, settings.every), "salt")
+        lights += await _lit(agreement(runtime), "agreement")
         if self._leads():
             watched = [member for member in runtime.pool.members if is_watched(member.config, runtime.config)]
             names = {member.name for member in watched}

@@ -17,6 +17,21 @@ export function ladderNote({ ladder: { asked, hit_rate: rate, ideal_rate: ideal 
   return asked ? `hits are ${share(rate)} of ${count(asked)}; an ideal cache would reach ${share(ideal)}` : "nothing was asked yet";
 }
 
+/* Where held-out answers were compared with those kept. */
+export function agreement({ agreement: lines }) {
+  if (lines.length === 0) return h("span");
+  const look = { armed: "good", doubted: "warn", disarmed: "bad" };
+  return table("Agreement of held-out answers with those kept, lately", [
+    { label: "Model", className: "name", cell: (l) => l.model },
+    { label: "Tenant, namespace", text: true, className: "name", cell: (l) => [l.tenant, l.namespace].filter(Boolean).join(" / ") },
+    { label: "Compared", cell: (l) => exact(l.judged) },
+    { label: "Agreed", cell: (l) => (l.agreement ? `${share(l.agreement.value)} (${share(l.agreement.low)} to ${share(l.agreement.high)})` : "–") },
+    { label: "Kept answers", text: true, cell: (l) => h("span", { className: `badge ${look[l.state]}` }, l.state) },
+  ], lines);
+}
+
+export function placeName(line) { return `${line.model} of ${[line.tenant, line.namespace].filter(Boolean).join(" / ")}`; }
+
 export function prefixes({ prefixes: { findings } }) {
   return table("What keeps prompts from sharing their beginnings", [
     { label: "Fault", text: true, cell: (f) => f.kind },

@@ -105,8 +105,8 @@ function draw(data) {
   }
   show($("slo-card"), data.slo.length > 0);
   $("slo").replaceChildren(parts.goodput(data));
-  show($("savings-card"), data.savings.held_out > 0);
-  $("savings").replaceChildren(parts.savings(data));
+  show($("savings-card"), data.savings.held_out > 0 || data.agreement.length > 0);
+  $("savings").replaceChildren(parts.savings(data), advice.agreement(data));
   show($("questions-card"), data.questions.length > 0);
   $("questions").replaceChildren(parts.questions(data));
   $("recent-note").textContent = data.total.hits ? "of hits a sample, of all others each" : "";
@@ -123,6 +123,8 @@ function watch(data) {
 
 function alarm(data) {
   const red = data.sentinels.lights.filter((light) => light.state === "red").map(parts.lightName);
+  const off = data.agreement.filter((line) => line.state === "disarmed").map(advice.placeName);
+  if (off.length) return `Not answered from the cache, since answers disagree: ${off.join(", ")}. See Savings, measured.`;
   return red.length ? `Something fails silently: ${red.join(", ")}. See Sentinels below for the likely cause.` : "";
 }
 
