@@ -9,15 +9,17 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.done
 INSTALL := $(BIN)/python scripts/install.py
 PIP_OPTIONS := --constraint constraints.txt
+REAL := $(VENV)/real
 JOBS ?= 2
 URL ?= http://127.0.0.1:8080
 
-.PHONY: help serve test lint format bench bench-http bench-engine bench-routing bench-split loadtest soak clean
+.PHONY: help serve test test-real lint format bench bench-http bench-engine bench-routing bench-split loadtest soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make serve         run the gateway with its embedded engine on 127.0.0.1:8080"
 	@echo "make test          style, types and tests"
+	@echo "make test-real     the gateway before two real vLLMs with LMCache and Redis (8 GiB of memory, some minutes)"
 	@echo "make lint          style and types alone; make format puts the style right"
 	@echo "make bench         all benchmarks: make bench-http (gateway), bench-engine (engine), bench-routing, bench-split"
 	@echo "make loadtest      many users against a running gateway"
@@ -38,6 +40,11 @@ test: $(DONE)/dev $(DONE)/model $(DONE)/lmcache
 	@$(MAKE) --no-print-directory lint
 	@echo "==> Tests"
 	@$(BIN)/pytest -q -n $(JOBS) $(ARGS)
+
+test-real: $(DONE)/dev $(DONE)/real $(DONE)/real-model
+	@scripts/need.sh redis-server redis-server "LMCache keeps blocks in a real Redis"
+	@echo "==> Tests with vLLM and LMCache"
+	@$(BIN)/pytest -q tests/real $(ARGS)
 
 lint: $(DONE)/dev
 	@echo "==> Style"
@@ -105,4 +112,16 @@ $(DONE)/model: $(DONE)/venv
 $(DONE)/lmcache: $(DONE)/dev requirements-lmcache.txt
 	@echo "==> Installing LMCache, which tests and benchmarks run as a tier below the engine"
 	@$(INSTALL) LMCache -- $(PIP_OPTIONS) --no-deps --requirement requirements-lmcache.txt
+	@touch $@
+
+$(DONE)/real: $(DONE)/venv requirements-vllm.txt
+	@echo "==> Installing vLLM and LMCache for the CPU, apart from the gateway (4 GB, some minutes the first time)"
+	@rm -rf $(REAL) && $(PYTHON) -m venv $(REAL)
+	@$(REAL)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25'
+	@$(REAL)/bin/python scripts/install.py vLLM and LMCache -- --no-deps --requirement requirements-vllm.txt
+	@touch $@
+
+$(DONE)/real-model: $(DONE)/run $(DONE)/model tests/real/model.py
+	@echo "==> Writing the small model as vLLM wants it"
+	@$(BIN)/python -m tests.real.model $(VENV)/real-model
 	@touch $@

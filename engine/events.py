@@ -1,13 +1,14 @@
 """Tells routers which prefixes this engine holds: KV events over ZMQ, in vLLM's format, with replay.
 
-A message is [topic, sequence number (8 bytes, big-endian), msgpack]. The payload is a map {ts, events,
-data_parallel_rank}; an event is a map with a `type`: `BlockStored` (block_hashes, parent_block_hash, token_ids,
-block_size, lora_id, lora_name, medium, extra_keys), `BlockRemoved` (block_hashes, medium) or `AllBlocksCleared`.
+A message is [topic, sequence number (8 bytes, big-endian), msgpack]; a replay is of the same, each behind an empty
+frame. The payload is a map {ts, events, data_parallel_rank}; an event is a map with a `type`: `BlockStored`
+(block_hashes, parent_block_hash, token_ids, block_size, lora_id, lora_name, medium, extra_keys), `BlockRemoved`
+(block_hashes, medium) or `AllBlocksCleared`.
 Hashes are the low 64 bits of the chain digests; a first block's tenant salt is in its extra keys.
 
 As in vLLM, a wildcard endpoint is bound and any other is connected to (the subscriber binds). The replay endpoint is a
-ROUTER: a request [empty, first wanted number] is answered by [empty, number, payload] for each kept batch, and at last
-number -1.
+ROUTER: a request [empty, first wanted number] is answered by [empty, topic, number, payload] for each kept batch, and
+at last number -1.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ class KVEvents:
         with self._lock:
             batches = [item for item in self._kept if item[0] >= _NUMBER.unpack(first)[0]]
         for number, payload in batches:
-            router.send_multipart([client, empty, _NUMBER.pack(number), payload])
-        router.send_multipart([client, empty, _END, b""])
+            router.send_multipart([client, empty, self._topic, _NUMBER.pack(number), payload])
+        router.send_multipart([client, empty, b"", _END, b""])
 
 
 def _extra_keys(block: Block) -> list[str] | None:

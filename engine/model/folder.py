@@ -17,7 +17,7 @@ from engine.model.spec import ModelSpec, RopeScaling
 from engine.model.tokenizer import Tokenizer
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_LAYER = {
+LAYER = {
     "attn_norm": "input_layernorm",
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -30,7 +30,7 @@ _LAYER = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
 
 class Folder:
@@ -56,12 +56,12 @@ class Folder:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as float32. Raises `ModelError` if the files do not hold it."""
-        if name in _TOP:
-            theirs = _TOP[name]
+        if name in TOP:
+            theirs = TOP[name]
         else:
             _, layer, part = name.split(".", 2)
             part, _, suffix = part.partition(".")
-            theirs = f"model.layers.{layer}.{_LAYER[part]}.{suffix or 'weight'}"
+            theirs = f"model.layers.{layer}.{LAYER[part]}.{suffix or 'weight'}"
         if theirs not in self._where:
             raise ModelError(f"{self._path} has no tensor {theirs!r}")
         return self._where[theirs](theirs).float()
@@ -109,7 +109,7 @@ class Folder:
                 rope_theta=float(_rope(config).get("rope_theta") or 10000.0),
                 norm_eps=float(config["rms_norm_eps"]),
                 rope_scaling=self._scaling(_rope(config)),
-                tied=_TOP["head"] not in self._where,
+                tied=TOP["head"] not in self._where,
                 qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._where,
                 qk_norm=family == "qwen3",
             )

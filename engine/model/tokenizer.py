@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
@@ -136,6 +136,7 @@ def from_gguf(metadata: Mapping[str, Any], spec: ModelSpec) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception for merges outside the vocabulary
         raise ModelError(f"the model's tokenizer data is damaged: {error}") from error
     pipeline.pre_tokenizer = split
+    pipeline.decoder = decoders.ByteLevel()  # for others that read what `save` writes; here `bytes_of` decodes
     pipeline.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,13 @@ Blocks = dict[str, tuple[Sequence[int], int]]
 
 
 class ExactSource:
-    """Keeps the index true for upstreams with ``kv_events`` and ``tokenizer``. `open` it in the event loop."""
+    """Keeps the index true for upstreams with ``kv_events`` and ``tokenizer``. `open` it in the event loop.
 
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
+    ``told``: takes the name of an upstream that has begun to tell what it holds, or has said that it holds nothing.
+    """
+
+    def __init__(self, index: PrefixIndex, told: Callable[[str], None]) -> None:
+        self._index, self._told = index, told
         self._held: dict[str, list[set[int]]] = {}
         self._sizes: dict[str, int] = {}  # tokens in a block, of those that have told something
         self._sources: list[Source] = []
@@ -187,6 +190,8 @@ class ExactSource:
     def _take(self, name: str, changes: Changes) -> None:
         if changes.cleared:
             self._drop(name)
+        if name not in self._sizes:
+            self._told(name)
         if name not in self._of or not changes.steps:
             return
         slot = self._index.slot(name)

@@ -1,4 +1,5 @@
-"""Listens to KV events over ZMQ: numbered messages `[topic, number, payload]`, gaps filled by asking for a replay.
+"""Listens to KV events over ZMQ: numbered messages `[topic, number, payload]`, gaps filled by asking for a replay,
+which comes as `["", topic, number, payload]` (from older engines without the topic).
 
 One thread serves all sources of a process, so that reading and hashing stay off the event loop. vLLM *connects* its
 publisher to a `tcp://` endpoint, so we bind; where several gateway workers share one endpoint, the one that could bind
@@ -197,12 +198,12 @@ class KvListener:
                 parts = socket.recv_multipart(zmq.NOBLOCK) if socket is not None else []
             except zmq.Again:
                 return
-            if len(parts) != 3 or len(parts[1]) != _NUMBER.size:
+            if len(parts) not in ((3, 4) if replaying else (3,)) or len(parts[-2]) != _NUMBER.size:
                 feed.counts["malformed messages"] += 1
                 continue
             if feed.relay is not None and not replaying:
                 feed.relay.send_multipart(parts, zmq.NOBLOCK)
-            take(feed, _NUMBER.unpack(parts[1])[0], parts[2])
+            take(feed, _NUMBER.unpack(parts[-2])[0], parts[-1])
             if bool(feed.asked) != replaying or (replaying and socket is not feed.replay):
                 return
 

@@ -155,7 +155,7 @@ class Router:
         self.index = PrefixIndex()
         self._learned: dict[str, Learned] = {}
         self._tokens_per_byte: dict[str, float] = {}
-        self.exact = ExactSource(self.index)
+        self.exact = ExactSource(self.index, self._told)
         self.decisions: Counter[str] = Counter()
         self.expected = self.told = 0
         self.seconds = 0.0
@@ -224,14 +224,14 @@ class Router:
         return asked.tokens or int(asked.size * self._tokens_per_byte.get(asked.model, TOKENS_PER_BYTE)) or 1
 
     def _found(self, asked: Asked, members: Sequence[Member], prompt: int) -> list[_Found]:
-        """What is known of who holds the prompt."""
-        chains: dict[int, tuple[Sequence[int], float]] = {id(blocks[0]): blocks for blocks in asked.blocks.values()}
-        if asked.chunks:
-            chains[0] = asked.chunks, prompt * CHUNK / max(1, asked.size)
-        bits = 0
+        """What is known of who holds the prompt: of those who tell by its blocks, of the others by its chunks."""
+        guess = asked.chunks, prompt * CHUNK / max(1, asked.size)
+        chains: dict[int, tuple[Sequence[int], float, int]] = {}
         for member in members:
-            bits |= 1 << member.slot
-        return [(self.index.holders(chain_, bits), each) for chain_, each in chains.values()]
+            chain_, each = asked.blocks.get(member.name, guess)
+            bits = chains[id(chain_)][2] if id(chain_) in chains else 0
+            chains[id(chain_)] = chain_, each, bits | 1 << member.slot
+        return [(self.index.holders(chain_, bits), each) for chain_, each, bits in chains.values() if chain_]
 
     def _few(self, found: list[_Found], session: int, members: Sequence[Member]) -> Sequence[Member]:
         """Of many, those to decide among: who holds most, else the session's own, and some at random, which makes for
@@ -280,9 +280,13 @@ class Router:
 
     def forget(self, member: Member) -> None:
         """An upstream was restarted or is gone: it holds nothing of what was believed."""
-        if member.name in self._learned:
-            self._learned[member.name].clear()
+        self._told(member.name)
         self.exact.forget(member.name)
+
+    def _told(self, name: str) -> None:
+        """An upstream says itself what it holds: what was believed before is of no use any more."""
+        if name in self._learned:
+            self._learned[name].clear()
 
     def told_of(self) -> dict[str, Any]:
         """For the vitals: what was decided and what came of it."""

@@ -58,10 +58,13 @@ class Ear:
 
 
 class Publisher:
-    """A publisher made by hand: it sends what it is told, under the number it is told, and replays what it kept."""
+    """A publisher made by hand: it sends what it is told, under the number it is told, and replays what it kept, as
+    vLLM does or (``old``) as it once did.
+    """
 
-    def __init__(self, endpoint: str, replay: str | None = None, *, epoch: float = 1.0) -> None:
+    def __init__(self, endpoint: str, replay: str | None = None, *, epoch: float = 1.0, old: bool = False) -> None:
         self.kept: dict[int, bytes] = {}
+        self._old = old
         self.deaf = False
         self._epoch = epoch
         self._context = zmq.Context()
@@ -104,8 +107,10 @@ class Publisher:
                     continue
                 for number, payload in sorted(self.kept.items()):
                     if number >= int.from_bytes(first, "big", signed=True):
-                        router.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
-                router.send_multipart([client, b"", (-1).to_bytes(8, "big", signed=True), b""])
+                        topic = [] if self._old else [b"kv-events"]
+                        router.send_multipart([client, b"", *topic, number.to_bytes(8, "big"), payload])
+                topic = [] if self._old else [b""]
+                router.send_multipart([client, b"", *topic, (-1).to_bytes(8, "big", signed=True), b""])
         router.close()
 
 
@@ -155,13 +160,15 @@ def test_the_embedded_engine_is_understood():
         ear.listener.stop()
 
 
-def test_a_listener_that_comes_late_learns_what_came_before():
+@pytest.mark.parametrize("old", [False, True])
+def test_a_listener_that_comes_late_learns_what_came_before(old: bool):
     with scene() as (ear, start):
-        publisher = start()
+        publisher = start(old=old)
         for n in range(5):
             publisher.send(n, block(n), lost=True)
         publisher.send(5, block(5))
         ear.until_held(6)
+        assert not ear.count("malformed messages")
 
 
 def test_without_replay_it_begins_with_what_comes():
