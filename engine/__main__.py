@@ -90,12 +90,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="never reuse a prefix")
     top.add_argument(
         "--speculate",
-        choices=("auto", "on", "off"),
+        choices=("auto", "off"),
         default=default.speculate,
-        help="verify guessed tokens several at once; on: also for a lone float32 sequence, with --batch-invariant",
-    )
-    top.add_argument(
-        "--batch-invariant", action="store_true", help="numbers independent of the batch's size; slower when few run"
+        help="auto: verify guessed tokens several at once, where that does not change a bit",
     )
     top.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to say"

@@ -2,8 +2,7 @@
 
 A chunk has a pass of its own so that its arithmetic never depends on its neighbours in the batch. Decode batches are
 padded to multiples of `_ROWS` rows: for other numbers matrix libraries choose other (and often slower) kernels, also
-when they share the rows out among threads. A lone float32 row is not padded, as that would cost it a third of its
-speed, but with `batch_invariant` it is, so that a sequence's numbers never depend on how many others decode beside it.
+when they share the rows out among threads. So a sequence's numbers do not depend on how many others decode beside it.
 The tokens of a draft are rows like those of other sequences, each attending as if it were decoded alone.
 """
 
@@ -26,9 +25,9 @@ _ROWS = 4
 class Runner:
     """Executes steps: writes KV to the pool and gives the logits of sequences that await a token."""
 
-    def __init__(self, model: Llama, pool: KVPool, *, batch_invariant: bool = False) -> None:
+    def __init__(self, model: Llama, pool: KVPool) -> None:
         self._model, self._pool = model, pool
-        self._lone_rows = model.int8_decode or (model.dtype == torch.float32 and not batch_invariant)
+        self._rows_at_once = 1 if model.int8_decode else _ROWS  # sums of integers are exact in any order
         self.prefill_seconds = 0.0
         """How long the prefills of the last step took."""
         self.decode_seconds = 0.0
@@ -63,7 +62,7 @@ class Runner:
 
     def padded(self, rows: int) -> int:
         """How many rows a decode pass for so many has."""
-        return 1 if rows == 1 and self._lone_rows else -(-rows // _ROWS) * _ROWS
+        return -(-rows // self._rows_at_once) * self._rows_at_once
 
     def _decode(self, sequences: list[Sequence]) -> list[Tensor]:
         sizes = [1 + len(s.draft) for s in sequences]

@@ -38,9 +38,7 @@ class EngineConfig:
         kv_events_replay: ZMQ endpoint to replay them from; empty: none.
         int8_decode: whether decode uses int8 copies of the weights: several times faster on a CPU, a little less exact.
         prefix_reuse: whether known prefixes are taken from the cache at all.
-        speculate: whether to guess tokens and verify several at once, where that cannot change an answer: `off`, `auto`
-            (where it changes no bit either), `on` (for a lone float32 sequence too: implies `batch_invariant`).
-        batch_invariant: whether numbers must not depend on how many sequences decode together; costs speed at few.
+        speculate: `auto`: guess tokens and verify several at once, where that does not change a bit; `off`.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -70,7 +68,6 @@ class EngineConfig:
     int8_decode: bool = False
     prefix_reuse: bool = True
     speculate: str = "auto"
-    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.prefill_chunk < 1 or self.prefill_chunk % self.block_size:

@@ -16,6 +16,7 @@ from engine.guide import Guide
 from engine.kv.lower import LowerTiers, build_stack
 from engine.kv.manager import BlockEvents, BlockManager, NoEvents
 from engine.kv.pool import KVPool
+from engine.model.linear import packs
 from engine.model.llama import Llama
 from engine.model.weights import ModelFiles
 from engine.output import Delta, Output
@@ -98,7 +99,8 @@ class EngineCore:
             head_size=files.spec.head_dim,
             block_size=config.block_size,
             rope=files.spec.rope(),
-            numerics=f"chunk={config.prefill_chunk} attention={attention_kind(self.pool)}",
+            numerics=f"chunk={config.prefill_chunk} attention={attention_kind(self.pool)}"
+            f" packed={packs(device, dtype)}",
         )
         stack = build_stack(config, self.layout, size)
         self.lower = None
@@ -112,8 +114,7 @@ class EngineCore:
                 wake=wake,
             )
         self.link = Link(config, self.layout, files.spec, self.pool, self.manager, wake) if config.kv_transfer else None
-        invariant = config.batch_invariant or config.speculate == "on"
-        self.runner = Runner(self.model, self.pool, batch_invariant=invariant)
+        self.runner = Runner(self.model, self.pool)
         self.drafter = None
         if config.speculate != "off":
             self.drafter = Drafter(ExactRows(self.model, self.runner.padded).most)

@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="mixed requests to compare, 0: none")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    flags = ["--threads", "1", "--dtype", options.dtype, "--batch-invariant", "--speculate", "off"]
+    flags = ["--threads", "1", "--dtype", options.dtype, "--speculate", "off"]
     tails: dict[str, list[float]] = {arm: [] for arm in ROLES}
     print("| | inter-token p50, ms | p99, ms | largest, ms | TTFT of the long prompts, s | split |")
     print("|---|---|---|---|---|---|")

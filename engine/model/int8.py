@@ -7,7 +7,6 @@ arXiv:2208.07339). Sums of int8 products are exact in int32, so a row's result n
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,12 +25,3 @@ class Int8Weight:
         product = torch._int_mm(rows, self._values)  # type: ignore[reportPrivateImportUsage]  # the only int8 product
         out = (product * scale).mul_(self._scale).to(x.dtype)
         return out if bias is None else out + bias
-
-
-Weight = Tensor | Int8Weight
-"""What a linear layer may hold."""
-
-
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias."""
-    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.int8 import Int8Weight, Weight, linear
+from engine.model.int8 import Int8Weight
+from engine.model.linear import Weight, linear, packed
 from engine.model.spec import ModelSpec
 
 
@@ -43,10 +44,10 @@ class Layer:
     gate_up: Weight
     down: Weight
 
-    def in_int8(self) -> Layer:
-        """The same layer with its matrices quantised."""
+    def converted(self, convert: Callable[[Tensor], Weight]) -> Layer:
+        """The same layer with its matrices in another form."""
         matrices = {name: getattr(self, name) for name in ("qkv", "o", "gate_up", "down")}
-        return replace(self, **{name: Int8Weight(matrix) for name, matrix in matrices.items()})
+        return replace(self, **{name: convert(matrix) for name, matrix in matrices.items()})
 
 
 class Llama:
@@ -72,13 +73,15 @@ class Llama:
         self.layers: list[Layer] = []
         self.decode_layers = [] if int8_decode else self.layers
         for index in range(spec.layers):
-            self.layers.append(self._layer(f"layers.{index}."))
+            layer = self._layer(f"layers.{index}.")
+            self.layers.append(layer.converted(packed))
             if int8_decode:
-                self.decode_layers.append(self.layers[-1].in_int8())
+                self.decode_layers.append(layer.converted(Int8Weight))
             progress(index + 1)
         self.norm = self._get("norm", spec.hidden)
-        self.head = self.embed if spec.tied else self._get("head", spec.vocab, spec.hidden)
-        self.decode_head: Weight = Int8Weight(self.head) if int8_decode else self.head
+        head = self.embed if spec.tied else self._get("head", spec.vocab, spec.hidden)
+        self.head = packed(head)
+        self.decode_head: Weight = Int8Weight(head) if int8_decode else self.head
         self._cos, self._sin = rope_tables(spec, spec.context, device)
 
     def _get(self, name: str, *shape: int) -> Tensor:

@@ -150,6 +150,7 @@ Share = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)]
 Name = Annotated[str, AfterValidator(_name)]
 Text = Annotated[str, Field(min_length=1)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_switch)]
 Off = BeforeValidator(_off)
 SecretRef = Annotated[Secret, PlainValidator(_secret_reference), PlainSerializer(_as_text)]
 KeyRef = Annotated[Secret, PlainValidator(_key_reference), PlainSerializer(_as_text)]

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from gateway.config.fields import (
     Amount,
     AutoBytes,
+    AutoOrOff,
     Bytes,
     Count,
     Device,
@@ -259,7 +260,7 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     block_size: Count = 32
     kv_cache: KvCache = KvCache()
-    speculate: Switch = "auto"
+    speculate: AutoOrOff = "auto"
 
 
 class Routing(Section):

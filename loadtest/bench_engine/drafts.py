@@ -33,7 +33,7 @@ QUESTIONS = {
 async def measure(flags: list[str], rounds: int) -> dict[str, dict[str, Samples]]:
     """Seconds per token by text and by whether there were drafts. Raises `SystemExit` if an answer differs."""
     samples: dict[str, dict[str, Samples]] = defaultdict(lambda: defaultdict(Samples))
-    with engine(*flags, "--speculate", "off") as plain, engine(*flags, "--speculate", "on") as quick:
+    with engine(*flags, "--speculate", "off") as plain, engine(*flags) as quick:
         servers: Mapping[str, Server] = {"off": plain, "on": quick, "on, asked again": quick}
         async with httpx.AsyncClient(timeout=900) as client:
             for round_ in range(rounds):

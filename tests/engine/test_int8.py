@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.model.int8 import Int8Weight, linear
+from engine.model.int8 import Int8Weight
+from engine.model.linear import linear
 from engine.model.weights import open_model
 from tests.engine import tiny
 from tests.engine.drive import run, run_all
@@ -32,7 +33,7 @@ def test_products_are_close_and_rows_are_independent() -> None:
 
 
 def test_answers_do_not_depend_on_company_or_reuse() -> None:
-    core = tiny.core(int8_decode=True, batch_invariant=False)
+    core = tiny.core(int8_decode=True)
     ids = prompt(30)
     alone = run(core, job("a", ids, tokens=20)).tokens
     crowd = run_all(core, [job(str(i), ids if i == 2 else prompt(12, i), tokens=20) for i in range(5)])

@@ -144,7 +144,7 @@ def test_sampled_answers_are_the_same_draws() -> None:
 
 
 def test_rows_that_would_change_a_bit_are_not_added() -> None:
-    core = tiny.core(batch_invariant=False, dtype="float32")
+    core = tiny.core()
     hidden = core.model.hidden
 
     def careless(ids: torch.Tensor, *args: object, **options: object) -> torch.Tensor:

@@ -82,9 +82,9 @@ def files(spec: ModelSpec = SPEC, seed: int = 0) -> ModelFiles:
 
 
 def config(blocks: int = 64, **changes: object) -> EngineConfig:
-    """Blocks of 4 tokens, chunks of 8, a pool of `blocks` blocks; batch-invariant, so that outputs can be compared."""
+    """Blocks of 4 tokens, chunks of 8, a pool of `blocks` blocks."""
     size = KVPool.block_bytes(SPEC, 4, torch.float32)
-    base = EngineConfig(model="tiny", block_size=4, prefill_chunk=8, step_tokens=16, threads=1, batch_invariant=True)
+    base = EngineConfig(model="tiny", block_size=4, prefill_chunk=8, step_tokens=16, threads=1)
     return replace(base, kv_bytes=blocks * size, device="cpu", **changes)  # type: ignore[arg-type]
 
 

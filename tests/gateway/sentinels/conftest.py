@@ -62,7 +62,7 @@ async def running_engine(folder: Path, blocks: int = 1024, **settings: Any) -> A
     """A tiny model with room for canaries (its tokens are bytes) and for so many blocks."""
     spec = replace(tiny.SPEC, context=4096)
     events = f"tcp://127.0.0.1:{free_port()}"
-    sizes = {"block_size": BLOCK, "prefill_chunk": 128, "step_tokens": 256, "batch_invariant": False}
+    sizes = {"block_size": BLOCK, "prefill_chunk": 128, "step_tokens": 256}
     config = tiny.config(kv_events=events, **sizes, **settings)
     config = replace(config, kv_bytes=blocks * KVPool.block_bytes(spec, BLOCK, torch.float32))
     worker = Worker(config, opener=lambda _: tiny.files(spec))

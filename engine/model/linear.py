@@ -1,0 +1,49 @@
+"""Linear layers: plain, packed for the CPU, or in int8.
+
+The CPU's matrix library reads a weight fastest in blocks that fit its kernels. It reorders plain weights for every
+product or, for few rows, does without and is half as fast; so they are reordered once, when the model is loaded. From
+two rows on, its kernels gave a row the same bits at every number of rows tried (up to 512, both dtypes, 1 and 2
+threads); a lone row may be summed in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.int8 import Int8Weight
+
+
+class PackedWeight:
+    """An [out, in] weight in the order in which oneDNN's kernels read it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[rows, in] → [rows, out]."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
+
+
+_ROWS = 4  # of a typical product; the order that is best for few rows is no slower for many
+
+Weight = Tensor | PackedWeight | Int8Weight
+"""What a linear layer may hold."""
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights are packed here; part of the identity of stored KV, as it decides the last bits."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def packed(weight: Tensor) -> Weight:
+    """The weight in its fastest form of the same values."""
+    return PackedWeight(weight) if packs(weight.device, weight.dtype) else weight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias."""
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
