@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from cache.prefix.blocks import LayoutId, chain
-from engine.batch import Runner, attention_kind
+from engine.attention import attention_kind
+from engine.batch import Runner
 from engine.config import EngineConfig
 from engine.errors import ModelError, RequestError
 from engine.guide import Guide

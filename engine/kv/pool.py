@@ -7,6 +7,7 @@ without a copy; whole blocks leave and enter page-first (`export`, `load`), as t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class KVPool:
         self.blocks, self.block_size, self.device, self.dtype = blocks, block_size, device, dtype
         self.group = spec.heads // spec.kv_heads
         self._inner = (spec.kv_heads, spec.head_dim)
-        self._kv = torch.empty((spec.layers, 2, blocks * block_size, *self._inner), device=device, dtype=dtype)
+        self._kv = torch.zeros((spec.layers, 2, blocks * block_size, *self._inner), device=device, dtype=dtype)
 
     @staticmethod
     def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -36,30 +37,38 @@ class KVPool:
         self._kv[layer, 1].index_copy_(0, slots, values)
 
     def read(self, layer: int, table: BlockTable) -> tuple[Tensor, Tensor]:
-        """Keys and values of a table's tokens in order, each [length, kv_heads, head_dim]; a view where possible."""
+        """Keys and values of a table's tokens in order, each [rows, length, kv_heads, head_dim]; views if possible."""
         keys, values = self._kv[layer, 0], self._kv[layer, 1]
         if table.first_slot is not None:
             span = slice(table.first_slot, table.first_slot + table.length)
-            return keys[span], values[span]
+            return keys[None, span], values[None, span]
         return self._gather(keys, table), self._gather(values, table)
 
     def _gather(self, source: Tensor, table: BlockTable) -> Tensor:
         pages = source.view(self.blocks, -1).index_select(0, table.index)
-        return pages.view(-1, *self._inner)[: table.length]
+        return pages.view(table.rows, -1, *self._inner)[:, : table.length]
 
-    def table(self, blocks: Sequence[int], length: int) -> BlockTable:
-        """Prepares reading the first `length` tokens held by `blocks`."""
-        used = blocks[: -(-length // self.block_size)]
-        first = used[0]
-        contiguous = all(block == first + i for i, block in enumerate(used))
-        index = torch.tensor(used, dtype=torch.int64, device=self.device)
-        return BlockTable(index, length, first * self.block_size if contiguous else None)
+    def table(self, rows: Sequence[Sequence[int]], length: int) -> BlockTable:
+        """Prepares reading the first `length` tokens that each row of blocks holds.
+
+        Behind the end of a row that holds fewer stands whatever the pool holds there, always finite numbers.
+        """
+        count = -(-length // self.block_size)
+        used = [blocks[:count] for blocks in rows]
+        first = used[0][0]
+        in_a_run = len(rows) == 1 and first + count <= self.blocks and used[0] == [*range(first, first + len(used[0]))]
+        flat = [blocks[min(at, len(blocks) - 1)] for blocks in used for at in range(count)]
+        index = torch.tensor(flat, dtype=torch.int64, device=self.device)
+        return BlockTable(index, len(rows), length, first * self.block_size if in_a_run else None)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
         """The slots of token positions start … end - 1 of a sequence, int64."""
-        size = self.block_size
-        flat = [blocks[position // size] * size + position % size for position in range(start, end)]
+        flat = [self.slot(blocks, position) for position in range(start, end)]
         return torch.tensor(flat, dtype=torch.int64, device=self.device)
+
+    def slot(self, blocks: Sequence[int], position: int) -> int:
+        """The slot of one token position of a sequence."""
+        return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def export(self, blocks: Sequence[int]) -> Tensor:
         """Copies whole blocks out, page-first: [n, layers, 2, block_size, kv_heads, head_dim]."""
@@ -91,10 +100,11 @@ class KVPool:
         return self._kv.view(layers, 2, self.blocks, self.block_size, *self._inner)
 
 
+@dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Where one sequence's tokens lie: block ids, how many tokens, and the first slot if they form a single run."""
+    """Where the tokens of some rows lie: block ids, how many tokens each, the first slot of a lone row in one run."""
 
-    __slots__ = ("first_slot", "index", "length")
-
-    def __init__(self, index: Tensor, length: int, first_slot: int | None) -> None:
-        self.index, self.length, self.first_slot = index, length, first_slot
+    index: Tensor
+    rows: int
+    length: int
+    first_slot: int | None

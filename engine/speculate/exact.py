@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.attention import attend_rows
 from engine.model.llama import Llama
 
 MOST_ROWS = 16
@@ -19,6 +20,7 @@ MOST_ROWS = 16
 
 _LAYERS = 8  # a difference anywhere spreads; with so many none stays unseen
 _ALONE = 4  # rows tried alone
+_SEEN = 127  # tokens that each row sees beside itself
 
 
 class ExactRows:
@@ -30,6 +32,8 @@ class ExactRows:
         self._sizes = sorted({padded(rows) for rows in range(1, MOST_ROWS + 1)})
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(model.spec.vocab, (self._sizes[-1],), generator=generator).to(model.device)
+        seen = torch.randn(2, _SEEN, model.spec.kv_heads, model.spec.head_dim, generator=generator)
+        self._seen = seen.to(model.device, model.dtype)
         largest = self._pass(ids)
         steady = torch.equal(largest, self._pass(ids.flip(0)).flip(0))
         self._exact = {size for size in self._sizes if steady and torch.equal(self._pass(ids[:size]), largest[:size])}
@@ -48,7 +52,14 @@ class ExactRows:
         return most if size in self._exact else rows
 
     def _pass(self, ids: Tensor) -> Tensor:
-        hidden = self._model.hidden(
-            ids, torch.ones_like(ids), lambda layer, q, k, v: q.flatten(1), decode=True, layers=_LAYERS
-        )
+        hidden = self._model.hidden(ids, torch.ones_like(ids), self._attend, decode=True, layers=_LAYERS)
         return torch.cat([hidden.float(), self._model.logits(hidden, decode=True)], dim=1)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every row sees the same, and something of its own."""
+        rows = len(q)
+        keys, values = (
+            torch.cat([own[:, None], seen.expand(rows, -1, -1, -1)], dim=1)
+            for own, seen in zip((k, v), self._seen, strict=True)
+        )
+        return attend_rows(q.view(rows, k.shape[1], -1, q.shape[-1]), keys, values, keys.new_zeros(rows, 1, 1, 1))
