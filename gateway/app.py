@@ -15,6 +15,7 @@ from gateway.admin import admin_routes
 from gateway.clock import Clock
 from gateway.config import Config
 from gateway.dashboard.routes import dashboard_routes
+from gateway.direct import Direct
 from gateway.heads import Heads
 from gateway.health import health_routes
 from gateway.http import Request, Response, Stream
@@ -48,6 +49,7 @@ class Gateway:
         self.shortcut = Shortcut(runtime)
         self.heads = Heads(self.shortcut, runtime)
         self.pipeline = Pipeline(runtime, self.shortcut)
+        self.direct = Direct(runtime, self.pipeline)
         runtime.on_change += [self.shortcut.forget, self.heads.forget]
         self.sentinels = Sentinels(runtime)
         runtime.ledger.watch(lambda: packed(runtime))

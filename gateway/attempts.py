@@ -7,13 +7,46 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
+from gateway.encoding import EncodingError
 from gateway.http import Request
 from gateway.plan import Plan, Planner
-from gateway.split import Counted, Send, Sent, Splits
+from gateway.split import Counted, Send, Sent, Spending, Splits
+from gateway.upstreams.client import UpstreamError, UpstreamResponse
 from gateway.upstreams.pool import Member, Pool, for_whole
 from gateway.upstreams.router import Asked, Route, Router
 from policies.retry import Retries
+
+
+class Attempt:
+    """A call to one upstream, counted there, and told to the ledger, until it is closed; a context for that.
+
+    ``answer``: what it came to, where it was made before there was a flight (`gateway.direct`). ``taken``: somebody has
+    entered it, and will close it.
+    """
+
+    def __init__(self, route: Route, counted: AbstractContextManager[Spending]) -> None:
+        self.route = route
+        self.call = counted.__enter__()
+        self.answer: UpstreamResponse | UpstreamError | EncodingError | None = None
+        self.taken = False
+        self._closed = False
+        self._counted = counted
+
+    def close(self) -> None:
+        """It is over. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._counted.__exit__(None, None, None)
+            self.route.close()
+
+    def __enter__(self) -> Spending:
+        self.taken = True
+        return self.call
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Attempts:
@@ -71,11 +104,24 @@ class Attempts:
         self._left.remove(route.member)
         return route
 
-    async def send(self, route: Route, send: Send, counted: Counted) -> Sent:
-        """Sends what is sent now to the upstream of a route, split if that pays; once it has failed, whole."""
+    async def send(self, attempt: Attempt, send: Send, counted: Counted) -> Sent:
+        """Sends what is sent now to the upstream of an attempt, split if that pays; once it has failed, whole. Raises
+        what an attempt that was made before has failed of.
+        """
         assert self._asked is not None
+        route, answer = attempt.route, attempt.answer
         again, self._sent = self._sent, True
+        if answer is not None:
+            if not isinstance(answer, UpstreamResponse):
+                raise answer
+            return Sent(self._splits, route, answer, None, self._splits.now())
         return await self._splits.send(self.plan, self._asked, route, self._prefills, send, counted, again=again)
+
+    def begin_with(self, attempt: Attempt) -> Attempt:
+        """Takes over an attempt that was begun before these."""
+        self._asked = attempt.route.asked
+        self._left = [member for member in self._left if member is not attempt.route.member]
+        return attempt
 
     async def another(self, *, sent: bool, retry_after: float | None = None) -> bool:
         """Whether there is somebody to turn to after a failure. ``sent``: the request may have arrived.

@@ -12,6 +12,7 @@ from typing import Any
 
 from cache.response.entry import BadEntry
 from cache.response.flights import FellBehind, Follower
+from gateway.attempts import Attempt
 from gateway.dialects.base import Piece
 from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
@@ -39,8 +40,12 @@ class Coalescing:
         self._runtime = runtime
         self._sharing = Sharing(runtime, runtime.shared_flights) if runtime.shared_flights is not None else None
 
-    async def answer(self, exchange: Exchange, plan: Plan, fwd: str, spare: Spare) -> Response:
-        """``fwd``: why the cache could not (RFC 9211). Raises `Denied`, `UpstreamError`, `EncodingError`."""
+    async def answer(
+        self, exchange: Exchange, plan: Plan, fwd: str, spare: Spare, first: Attempt | None = None
+    ) -> Response:
+        """``fwd``: why the cache could not (RFC 9211). ``first``: a call that was begun already (`gateway.direct`).
+        Raises `Denied`, `UpstreamError`, `EncodingError`.
+        """
         if plan.may_keep:
             self._runtime.keeper.sight(plan.identity.key)
         try:
@@ -49,7 +54,8 @@ class Coalescing:
             for attempt in (1, 2, 3):  # a flight may turn out to bring nothing of use; then the next is tried
                 oldest = self._oldest(plan)
                 joined = self._joinable(plan, oldest) if plan.may_join and attempt < 3 else None
-                flight = joined or self._take_off(exchange, plan, members, cause, alone=attempt == 3)
+                flight = joined or self._take_off(exchange, plan, members, cause, first, alone=attempt == 3)
+                first = None
                 collapsed = joined is not None
                 response = await self._follow(exchange, plan, flight, fwd, spare, oldest, collapsed=collapsed)
                 if response is not None:
@@ -102,7 +108,14 @@ class Coalescing:
         return self._runtime.flights.get(plan.identity.fingerprint, oldest)
 
     def _take_off(
-        self, exchange: Exchange, plan: Plan, members: list[Member], cause: Outcome, *, alone: bool = False
+        self,
+        exchange: Exchange,
+        plan: Plan,
+        members: list[Member],
+        cause: Outcome,
+        first: Attempt | None = None,
+        *,
+        alone: bool = False,
     ) -> CallFlight:
         """Begins an upstream call, to be counted under the outcome that causes it; others may join it, unless they can
         join another.
@@ -114,7 +127,7 @@ class Coalescing:
 
         def call() -> Coroutine[Any, Any, Landed]:
             request, name = exchange.request, exchange.request_id
-            return runtime.relay.fly(plan, request, name, members, flight, cause, wanted=wanted)
+            return runtime.relay.fly(plan, request, name, members, flight, cause, wanted=wanted, first=first)
 
         if shared:
             runtime.flights.add(key, flight, runtime.clock.time(), runtime.generations.stamp(plan.scopes))
@@ -149,7 +162,7 @@ class Coalescing:
                 return kept
             if head.status >= 400:
                 row.outcome, row.reason = "error", f"status {head.status}"
-            upstream = (b"x-warmgate-upstream", _named(head).encode())
+            upstream = named(head)
             if head.kept or (collapsed and head.status == 200 and head.stream != plan.streams):
                 async for _ in flight.pieces(follower):  # whoever takes no pieces would hold the call up if left alone
                     pass
@@ -157,7 +170,7 @@ class Coalescing:
                 if landed.answer.message is None or landed.answer.outcome.fault:
                     return None
                 row.usage = landed.answer.usage
-                headers = [upstream, (b"cache-status", _status(plan, fwd, head, None, collapsed=True))]
+                headers = [upstream, cache_status(plan, fwd, head, None, collapsed=True)]
                 return kept_response(plan, landed.answer.message, self._runtime.clock.time(), headers)
             headers: Headers = [*head.headers, upstream]
             if head.whole:
@@ -165,9 +178,9 @@ class Coalescing:
                 pieces = [piece.asked for piece in follower.take()]
                 row.usage, row.reason = landed.answer.usage, landed.reason or row.reason
                 exchange.computed = landed.answer.message
-                headers.append((b"cache-status", _status(plan, fwd, head, landed, collapsed=collapsed)))
+                headers.append(cache_status(plan, fwd, head, landed, collapsed=collapsed))
                 return Response(head.status, headers, b"".join(pieces))
-            headers.append((b"cache-status", _status(plan, fwd, head, None, collapsed=collapsed)))
+            headers.append(cache_status(plan, fwd, head, None, collapsed=collapsed))
             if head.stream:
                 headers += NO_BUFFERING
             handed_over = True
@@ -201,7 +214,7 @@ class _Following(Stream):
             return self._fell_behind()
         if self._follower.ended:
             self.ended = True
-            _landed(self._exchange, self._flight.outcome)
+            landed_at(self._exchange, self._flight.outcome)
         if len(pieces) == 1:
             data = pieces[0].asked if self._asked else pieces[0].unasked
         else:
@@ -223,7 +236,7 @@ class _Following(Stream):
         return self._plan.dialect.error_event(message, "too_slow")
 
 
-def _landed(exchange: Exchange, landed: Landed) -> None:
+def landed_at(exchange: Exchange, landed: Landed) -> None:
     """The caller has, or is about to have, all there is."""
     row = exchange.row
     exchange.computed = landed.answer.message
@@ -232,12 +245,13 @@ def _landed(exchange: Exchange, landed: Landed) -> None:
         row.outcome = "error"
 
 
-def _named(head: Head) -> str:
+def named(head: Head) -> tuple[bytes, bytes]:
     """Who computed it, and which model where that was not the one asked for."""
-    return f"{head.upstream}; model={head.fallback}" if head.fallback else head.upstream
+    who = f"{head.upstream}; model={head.fallback}" if head.fallback else head.upstream
+    return b"x-warmgate-upstream", who.encode()
 
 
-def _status(plan: Plan, fwd: str, head: Head, landed: Landed | None, *, collapsed: bool) -> bytes:
+def cache_status(plan: Plan, fwd: str, head: Head, landed: Landed | None, *, collapsed: bool) -> tuple[bytes, bytes]:
     """RFC 9211: how the request was handled by the response cache."""
     parts = [f"warmgate; fwd={fwd}"]
     if collapsed:
@@ -252,7 +266,7 @@ def _status(plan: Plan, fwd: str, head: Head, landed: Landed | None, *, collapse
         parts.append(f"detail={_quoted(f'not stored: the model {head.fallback} stood in')}")
     elif landed is not None and landed.reason:
         parts.append(f"detail={_quoted('not stored: ' + landed.reason)}")
-    return "; ".join(parts).encode()
+    return b"cache-status", "; ".join(parts).encode()
 
 
 @lru_cache(1024)

@@ -11,6 +11,7 @@ from gateway.holdout import Comparison
 from gateway.http import JSON, Headers, Request, Response
 from gateway.ids import accepted, unique
 from gateway.ledger import Row
+from gateway.plan import Plan
 from gateway.telemetry.trace import begin
 from gateway.tenants import Caller
 
@@ -26,6 +27,7 @@ class Exchange:
         self.row = Row(
             at=clock.time(), endpoint=self.dialect.path if self.dialect else "other", request_id=self.request_id
         )
+        self.plan: Plan | None = None  # where it was made before the caller was admitted
         self._clock = clock
         self.began = clock.monotonic()
         self.comparison: Comparison | None = None  # where this would have been a hit
@@ -36,7 +38,7 @@ class Exchange:
         trace = self.row.trace = begin(self.request.header(b"traceparent"))
         left = (b"traceparent",) if trace.parent_id else (b"traceparent", b"tracestate")
         kept = [(name, value) for name, value in self.request.headers if name not in left]
-        self.request = replace(self.request, headers=[*kept, (b"traceparent", trace.header)])
+        self.request = replace(self.request, headers=[*kept, (b"traceparent", trace.header)], passed_on=None)
 
     def first_piece(self) -> None:
         """The first piece of a streamed answer is handed over."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gateway.http import Headers, Request
+from gateway.http import Request
 from gateway.runtime import Runtime
 from gateway.shortcut import Caught, Shortcut
+from gateway.upstreams.headers import passed_on
 
 MAX_HEAD = 16 * 1024
 """Bytes; a longer head is left to the full path."""
@@ -28,12 +29,13 @@ _KNOWN_PREFIXES = (b"x-stainless-", b"openai-", b"anthropic-")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An understood head: its own length and that of the body, in bytes, what it says, and what of the caller."""
+    """An understood head: its own length and that of the body, in bytes, the request without its body, and what it says
+    of the caller.
+    """
 
     length: int
     body_length: int
-    path: str
-    headers: Headers
+    request: Request
     caught: Caught
 
 
@@ -75,5 +77,6 @@ class Heads:
         length = values.get(b"content-length", b"")
         if not (length.isdigit() and len(length) < 12 and 0 < int(length) <= self._runtime.config.limits.max_body):
             return None
-        caught = self._shortcut.understand(Request("POST", path.decode(), b"", headers, b""))
-        return Head(len(head), int(length), path.decode(), headers, caught) if caught is not None else None
+        request = Request("POST", path.decode(), b"", headers, b"", path, passed_on(headers))
+        caught = self._shortcut.understand(request)
+        return Head(len(head), int(length), request, caught) if caught is not None else None

@@ -36,7 +36,15 @@ class Request:
     body: bytes
     raw_path: bytes = b""
     """The path as the caller spelled it, percent signs and all."""
+    passed_on: Headers | None = field(default=None, repr=False, compare=False)
+    """Those of its headers that go upstream, once somebody has picked them (`gateway.upstreams.headers`)."""
     _by_name: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def with_body(self, body: bytes) -> Request:
+        """The same head, and what is known of it, before another body."""
+        request = Request(self.method, self.path, self.query, self.headers, body, self.raw_path, self.passed_on)
+        request._by_name = self._by_name
+        return request
 
     def header(self, name: bytes) -> str | None:
         """A header's value, several of one name joined by a comma (RFC 9110 section 5.3); None when absent."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -10,15 +12,26 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from gateway.http import Headers, Stream
 
 
-def response_head(status: int, common: bytes, headers: Headers) -> bytes:
-    """Status line and headers up to and with the blank line; ``common``: header lines that all answers share. Raises
-    ValueError for a header that would break the framing.
+def response_head(status: int, common: bytes, headers: Headers, framing: bytes) -> bytes:
+    """Status line and headers up to and with the blank line; ``common``: header lines that all answers share;
+    ``framing``: those that say how the body is delimited. The last of ``headers`` may differ from answer to answer; the
+    others are better the same each time. Raises ValueError for a header that would break the framing.
     """
+    lines = _known_lines(tuple(headers[:-1])) + _lines(headers[-1:])
+    return b"%b%b%b%b\r\n" % (STATUS_LINE[status], common, lines, framing)
+
+
+def _lines(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     lines = b"".join([part for name, value in headers for part in (name, b": ", value, b"\r\n")])
     # Counting is enough and quick: each header brings one CR and one LF, so any more came in with a value.
     if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers) or b"\0" in lines:
         raise ValueError("a response header holds a line break or a NUL")
-    return STATUS_LINE[status] + common + lines + b"\r\n"
+    return lines
+
+
+@lru_cache(maxsize=256)
+def _known_lines(headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+    return _lines(headers)
 
 
 class Chunks:

@@ -5,10 +5,12 @@ dialect.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
 
 from cache.response.entry import BadEntry, Entry
+from gateway.attempts import Attempt
 from gateway.batch import Batches
 from gateway.coalescing import DISARMED, Coalescing
 from gateway.dialects.embeddings import Embeddings
@@ -44,14 +46,22 @@ class Pipeline:
         self._coalescing = Coalescing(runtime)
         self._batches = Batches(runtime)
 
-    async def answer(self, request: Request) -> Response:
-        """Answers a request to ``/v1/…``. Every request leaves one ledger row, also one whose caller left."""
-        runtime = self._runtime
-        exchange = Exchange(request, runtime.clock)
-        if runtime.otlp is not None:
+    async def answer(self, request: Request, met: Exchange | None = None) -> Response:
+        """Answers a request to ``/v1/…``. Every request leaves one ledger row, also one whose caller left. ``met``: the
+        request as far as it is understood already.
+        """
+        exchange = met or Exchange(request, self._runtime.clock)
+        if self._runtime.otlp is not None:
             exchange.join_trace()
+        return await self._settled(exchange, self._admitted(exchange))
+
+    async def go_on(self, exchange: Exchange, plan: Plan, first: Attempt) -> Response:
+        """Goes on with a request that was begun without it (`gateway.direct`) and needs more than that."""
+        return await self._settled(exchange, self._coalescing.answer(exchange, plan, "bypass", lambda: None, first))
+
+    async def _settled(self, exchange: Exchange, work: Awaitable[Response]) -> Response:
         try:
-            response = await self._admitted(exchange)
+            response = await work
         except Denied as denied:
             exchange.row.outcome = "error"
             retry = [(b"retry-after", b"%d" % denied.retry_after)] if denied.retry_after is not None else []
@@ -62,11 +72,10 @@ class Pipeline:
         except (UpstreamError, EncodingError) as error:
             response = self._upstream_failed(exchange, error)
         except BaseException:
-            exchange.row.outcome, exchange.row.reason = "error", exchange.row.reason or "caller left"
-            self._close(exchange, 499)
+            self.left(exchange)
             raise
         if isinstance(response.body, bytes):
-            self._close(exchange, response.status)
+            self.close(exchange, response.status)
         else:
             response.body.on_close = partial(self._streamed, exchange, response.status, response.body)
         response.headers.append((b"x-request-id", exchange.request_id.encode()))
@@ -76,7 +85,7 @@ class Pipeline:
         """The answer to a request that could not be read at all (too large, undecodable)."""
         exchange = Exchange(request, self._runtime.clock)
         response = exchange.refusal(status, message, code, [(b"x-request-id", exchange.request_id.encode())])
-        self._close(exchange, status)
+        self.close(exchange, status)
         return response
 
     async def _admitted(self, exchange: Exchange) -> Response:
@@ -87,8 +96,7 @@ class Pipeline:
         await tenants.admit(caller)
         exchange.caller = caller
         if exchange.dialect is not None:
-            body = read_body(request.body)
-            plan = runtime.planner.plan(request, exchange.dialect, caller, body)
+            plan = exchange.plan or runtime.planner.plan(request, exchange.dialect, caller, read_body(request.body))
             if isinstance(exchange.dialect, Embeddings):
                 route = partial(self._coalescing.route, exchange, plan)
                 by_item = await self._batches.answer(plan, request, exchange.row, route)
@@ -108,10 +116,7 @@ class Pipeline:
     async def _recall(self, exchange: Exchange, plan: Plan) -> Response:
         """Answered before? Curated answers first: they are the operator's own word."""
         runtime, row = self._runtime, exchange.row
-        row.model, row.stream = plan.model.target, plan.streams
-        runtime.prefix_health.request(row.tenant, row.model, plan.body, exchange.began)
-        if runtime.stores_prompts:
-            row.prompt = plan.question
+        self.note(exchange, plan)
         stale: Entry | None = None
         fwd = "uri-miss" if plan.may_serve else "request"
         if plan.may_serve and (curated := runtime.curated(plan)) is not None:
@@ -148,8 +153,8 @@ class Pipeline:
             return exchange.refusal(504, message, "not_cached", [status])
         cause: Cause | None = None
         if not plan.verdict.cacheable:
-            fwd, row.reason = "bypass", plan.verdict.reason
-            runtime.misses.uncacheable(uncacheable(exchange.request, row.tenant))
+            fwd = "bypass"
+            self.note_bypass(exchange, plan)
         elif fwd == DISARMED:
             cause = "disarmed"
         elif plan.may_recall and plan.may_keep:
@@ -158,6 +163,19 @@ class Pipeline:
         if cause is not None and row.outcome == "miss":
             runtime.misses.count(cause)
         return response
+
+    def note(self, exchange: Exchange, plan: Plan) -> None:
+        """A request is understood."""
+        runtime, row = self._runtime, exchange.row
+        row.model, row.stream = plan.model.target, plan.streams
+        runtime.prefix_health.request(row.tenant, row.model, plan.body, exchange.began)
+        if runtime.stores_prompts:
+            row.prompt = plan.question
+
+    def note_bypass(self, exchange: Exchange, plan: Plan) -> None:
+        """It takes no part in the cache."""
+        exchange.row.reason = plan.verdict.reason
+        self._runtime.misses.uncacheable(uncacheable(exchange.request, exchange.row.tenant))
 
     async def _hold_out(self, exchange: Exchange, plan: Plan, entry: Entry) -> Response:
         """Sends upstream what could have been answered; the kept answer serves should that fail."""
@@ -227,9 +245,15 @@ class Pipeline:
             row.outcome, row.reason = "error", str(failure)
         elif not body.ended:
             row.outcome, row.reason, status = "error", row.reason or "caller left", 499
-        self._close(exchange, status)
+        self.close(exchange, status)
 
-    def _close(self, exchange: Exchange, status: int) -> None:
+    def left(self, exchange: Exchange) -> None:
+        """The caller left before there was an answer."""
+        exchange.row.outcome, exchange.row.reason = "error", exchange.row.reason or "caller left"
+        self.close(exchange, 499)
+
+    def close(self, exchange: Exchange, status: int) -> None:
+        """All is over: the caller's usage is settled, and the ledger told."""
         runtime, row = self._runtime, exchange.row
         row.status = status
         row.latency = runtime.clock.monotonic() - exchange.began

@@ -51,7 +51,7 @@ class Model:
     prompt_cache: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """All that is decided about a request before anything is looked up."""
 

@@ -1,35 +1,33 @@
 """Reading an upstream's answer on its way to whoever follows: what comes in goes out in the same moment, without a task
 of its own, and in the end the flight lands with what was learnt.
 
-Bytes are fed by whoever has them: an upstream's response (`read_from`), or another gateway that made the call
-(`gateway.sharing`).
+Bytes are fed by whoever has them: an upstream's response (`gateway.pump`), or another gateway that made the call
+(`gateway.sharing`). They go to a `Sink`: a flight that any number of callers follow, or one caller's connection.
 """
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from cache.response.flights import Flight
 from gateway.dialects.base import Answer, BrokenStream, Piece
-from gateway.encoding import Decoder, EncodingError
+from gateway.encoding import EncodingError
 from gateway.http import Headers
 from gateway.plan import Plan
 from gateway.sse import Event, EventReader, EventTooLarge, events
-from gateway.upstreams.client import UpstreamError, UpstreamResponse
+from gateway.upstreams.client import UpstreamError
 from policies.cacheability import Outcome
 
 WINDOW = 256 * 1024
 """Bytes that an upstream may run ahead of the fastest reader."""
 BOUND = 8 * 1024 * 1024
 """Bytes that one flight holds for late joiners and slow readers."""
-RUN_OUT = 1.0
-"""Seconds that an upstream has to end its response once its stream has ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
     """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece. ``elsewhere``: when
     another process began the call (unix seconds), if one did; ``kept``: its answer is in the store already, and comes
@@ -46,7 +44,7 @@ class Head:
     fallback: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Landed:
     """How it ended: the answer, whether it was stored or why not, and what went wrong on the way, if anything."""
 
@@ -55,6 +53,19 @@ class Landed:
     stored: bool
     reason: str
     failure: str = ""
+
+
+class Sink(Protocol):
+    """Where an answer goes. `full`: it can take no more now; then it calls ``on_room`` when it can."""
+
+    opened: bool
+    on_room: Callable[[], None]
+
+    @property
+    def full(self) -> bool: ...
+    def open(self, head: Head) -> None: ...
+    def put(self, piece: Piece) -> None: ...
+    def land(self, result: Landed, last: Piece | None = None) -> None: ...
 
 
 CallFlight = Flight[Head, Piece, Landed]
@@ -72,12 +83,12 @@ def _size(piece: Piece) -> int:
 
 
 class Reading(ABC):
-    """One answer. ``done``: it needs no more bytes, and its flight has landed. ``begun`` is called at its first bytes;
-    nothing is passed on before, so that another upstream may be asked until then.
+    """One answer. ``done``: it needs no more bytes, and has landed. ``begun`` is called at its first bytes; nothing is
+    passed on before, so that another upstream may be asked until then.
     """
 
-    def __init__(self, flight: CallFlight, head: Head, keep: Keep, begun: Callable[[], None]) -> None:
-        self.flight = flight
+    def __init__(self, sink: Sink, head: Head, keep: Keep, begun: Callable[[], None]) -> None:
+        self.sink = sink
         self.done = False
         self._head = head
         self._keep = keep
@@ -96,26 +107,26 @@ class Reading(ABC):
         raise error
 
     def _open(self) -> None:
-        if not self.flight.opened:
+        if not self.sink.opened:
             self._begun()
-            self.flight.open(self._head)
+            self.sink.open(self._head)
 
     def _land(self, answer: Answer, failure: str = "", last: Piece | None = None) -> None:
         """Settles all before the last piece is handed over: callers leave when they have it."""
         self.done = True
-        self.flight.land(self._keep(Landed(self._head, answer, False, "", failure)), last)
+        self.sink.land(self._keep(Landed(self._head, answer, False, "", failure)), last)
 
 
 class Raw(Reading):
     """A body that cannot be read, passed on as it comes. ``why``: so that it cannot be kept."""
 
-    def __init__(self, flight: CallFlight, head: Head, keep: Keep, begun: Callable[[], None], why: str) -> None:
-        super().__init__(flight, head, keep, begun)
+    def __init__(self, sink: Sink, head: Head, keep: Keep, begun: Callable[[], None], why: str) -> None:
+        super().__init__(sink, head, keep, begun)
         self._why = why
 
     def feed(self, data: bytes) -> None:
         self._open()
-        self.flight.put(Piece(data, data))
+        self.sink.put(Piece(data, data))
 
     def end(self) -> None:
         self._open()
@@ -129,7 +140,7 @@ class Plain(Reading):
 
     def __init__(
         self,
-        flight: CallFlight,
+        sink: Sink,
         head: Head,
         keep: Keep,
         begun: Callable[[], None],
@@ -138,7 +149,7 @@ class Plain(Reading):
         *,
         wanted: bool,
     ) -> None:
-        super().__init__(flight, head, keep, begun)
+        super().__init__(sink, head, keep, begun)
         self._plan = plan
         self._most = most
         self._wanted = wanted
@@ -146,18 +157,18 @@ class Plain(Reading):
         self._size = 0
 
     def feed(self, data: bytes) -> None:
-        if self.flight.opened:
-            self.flight.put(Piece(data, data))
+        if self.sink.opened:
+            self.sink.put(Piece(data, data))
             return
         self._parts.append(data)
         self._size += len(data)
         if self._size > self._most:
             self._head = replace(self._head, whole=False)
             self._open()
-            self.flight.put(Piece.same(b"".join(self._parts)))
+            self.sink.put(Piece.same(b"".join(self._parts)))
 
     def end(self) -> None:
-        if self.flight.opened:
+        if self.sink.opened:
             self._land(Answer(None, Outcome(fault="too large to keep")))
             return
         text = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -177,16 +188,16 @@ class EventStream(Reading):
     """
 
     def __init__(
-        self, flight: CallFlight, head: Head, keep: Keep, begun: Callable[[], None], plan: Plan, *, wanted: bool
+        self, sink: Sink, head: Head, keep: Keep, begun: Callable[[], None], plan: Plan, *, wanted: bool
     ) -> None:
-        super().__init__(flight, head, keep, begun)
+        super().__init__(sink, head, keep, begun)
         self._plan = plan
         self._wanted = wanted
         self._collector = plan.dialect.collector(plan.body)
         self._reader = EventReader()
 
     def feed(self, data: bytes) -> None:
-        if not self.flight.opened:
+        if not self.sink.opened:
             self._open()
         try:
             whole = self._reader.whole(data)
@@ -195,7 +206,7 @@ class EventStream(Reading):
             return
         if not self._wanted and self._collector.may_skip(whole):
             if whole:
-                self.flight.put(Piece(whole, whole))
+                self.sink.put(Piece(whole, whole))
         else:
             self._read(events(whole))
 
@@ -206,7 +217,7 @@ class EventStream(Reading):
             self._break("the upstream's stream ended early")
 
     def fail(self, error: UpstreamError | EncodingError) -> None:
-        if not self.flight.opened:
+        if not self.sink.opened:
             raise error
         self._break(str(error) or type(error).__name__)
 
@@ -225,7 +236,7 @@ class EventStream(Reading):
         if collector.ended:
             self._land(self._answer(), last=read)
         elif read.asked or read.unasked:
-            self.flight.put(read)
+            self.sink.put(read)
         if broken:
             self._break(broken)
 
@@ -237,60 +248,3 @@ class EventStream(Reading):
         broken = Answer(None, Outcome(fault=answer.outcome.fault or f"incomplete: {why}"), answer.usage)
         event = self._plan.dialect.error_event(f"The upstream failed in mid-stream: {why}.", "upstream_error")
         self._land(broken, why, Piece(event, event))
-
-
-async def read_from(response: UpstreamResponse, codec: Decoder | None, reading: Reading) -> None:
-    """Feeds a reading with a response, as fast as its followers take it; raises `UpstreamError`, `EncodingError`. What
-    comes behind a stream's end is read as well, so that the connection can be used again.
-    """
-    over: asyncio.Future[None] | None = None
-
-    def pump() -> None:
-        try:
-            while not reading.done and not reading.flight.full:
-                data = response.take()
-                if data:
-                    if decoded := codec.feed(data) if codec is not None else data:
-                        reading.feed(decoded)
-                elif not response.ended:
-                    return
-                else:
-                    if codec is not None and (decoded := codec.finish()):
-                        reading.feed(decoded)
-                    if not reading.done:
-                        reading.end()
-        except Exception as error:
-            give_up(error)
-        if reading.done and over is not None and not over.done():
-            over.set_result(None)
-
-    def give_up(error: Exception) -> None:
-        try:
-            if not isinstance(error, UpstreamError | EncodingError):
-                raise error
-            reading.fail(error)
-        except Exception:
-            if over is None:
-                raise
-            if not over.done():
-                over.set_exception(error)
-
-    try:
-        pump()
-        if not reading.done:
-            over = asyncio.get_running_loop().create_future()
-            response.on_arrival = reading.flight.on_room = pump
-            await over
-            response.on_arrival = None
-        if not response.ended:
-            await _run_out(response)
-    finally:
-        response.close()
-
-
-async def _run_out(response: UpstreamResponse) -> None:
-    try:
-        async with asyncio.timeout(RUN_OUT):
-            await response.read(WINDOW)
-    except (TimeoutError, UpstreamError):
-        pass

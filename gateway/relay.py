@@ -13,17 +13,19 @@ from functools import partial
 from cache.response.entry import Entry
 from cache.response.keep import Keeper
 from cache.response.tags import Generations
-from gateway.attempts import Attempts
+from gateway.attempts import Attempt, Attempts
 from gateway.clock import Clock
 from gateway.config import Cache
-from gateway.encoding import UnknownCoding, decoder
-from gateway.http import Request
+from gateway.encoding import Decoder, UnknownCoding, decoder
+from gateway.http import Headers, Request
 from gateway.ledger import Call
 from gateway.ledger import Outcome as RowOutcome
 from gateway.plan import Plan, Planner
-from gateway.reading import CallFlight, EventStream, Head, Keep, Landed, Plain, Raw, Reading, read_from
+from gateway.pump import read_from
+from gateway.reading import CallFlight, EventStream, Head, Keep, Landed, Plain, Raw, Reading, Sink
 from gateway.split import Sent
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
+from gateway.upstreams.connection import Answered, Connection
 from gateway.upstreams.headers import retry_after, to_caller, to_upstream
 from gateway.upstreams.pool import Member
 from gateway.upstreams.router import Route
@@ -92,10 +94,12 @@ class Relay:
         cause: RowOutcome,
         *,
         wanted: bool,
+        first: Attempt | None = None,
     ) -> Landed:
         """The producer: calls ``members``, the best first, then whoever else there is to try (`gateway.attempts`).
         Raises `UpstreamError` when nobody answers. ``cause``: the outcome of the request for which it calls;
-        ``wanted``: somebody wants the answer's message, to keep or to compare it.
+        ``wanted``: somebody wants the answer's message, to keep or to compare it. ``first``: an attempt that was made
+        before.
         """
         born = self._clock.time()
         stamped = self._generations.stamp(plan.scopes) if plan.may_keep else {}
@@ -103,10 +107,15 @@ class Relay:
         if not members and not await attempts.another(sent=False):
             raise UpstreamError("connect", "no upstream serves this model", sent=False)
         while True:
-            with await attempts.next() as route, self._counted(attempts.plan, route.member, cause) as call:
+            if first is not None:
+                attempt, first = attempts.begin_with(first), None
+            else:
+                attempt = self.attempt(attempts.plan, await attempts.next(), cause)
+            with attempt as call:
+                route = attempt.route
                 try:
                     sent = await attempts.send(
-                        route,
+                        attempt,
                         partial(self._send, request, request_id),
                         lambda member: self._counted(attempts.plan, member, cause),
                     )
@@ -122,7 +131,7 @@ class Relay:
                     elif response.status == 404 and route.member.doubt_models() and attempts.left:
                         response.close()
                         continue
-                    elif response.status == 200 and _is_page(response):
+                    elif response.status == 200 and is_page(response):
                         response.close()
                         raise UpstreamError("protocol", "the upstream answered with a web page", sent=True)
                     fallback = attempts.fallback
@@ -131,7 +140,9 @@ class Relay:
                         if not fallback
                         else partial(self._not_kept, plan, f"the model {fallback} stood in")
                     )
-                    landed = await self._read(attempts.plan, route, sent, flight, keep, fallback, wanted=wanted)
+                    codec, reading = self.read(attempts.plan, route, sent, flight, keep, fallback, wanted=wanted)
+                    await read_from(response, codec, reading)
+                    landed = flight.outcome
                 except UpstreamError as error:
                     call.made = error.sent
                     route.failed()
@@ -142,26 +153,43 @@ class Relay:
                 call.usage = call.usage or own
             return landed
 
+    def attempt(self, plan: Plan, route: Route, cause: RowOutcome) -> Attempt:
+        """Begins to count a call."""
+        return Attempt(route, self._counted(plan, route.member, cause))
+
     def _counted(self, plan: Plan, member: Member, cause: RowOutcome) -> _Spending:
         names = (plan.caller.tenant, plan.model.target, plan.dialect.path, member.name)
         return _Spending(lambda usage: self._spent(Call(self._clock.time(), *names, cause, plan.streams, usage)))
 
     async def _send(self, request: Request, request_id: str, plan: Plan, member: Member) -> UpstreamResponse:
-        headers = to_upstream(request, request_id, member.proof(request))
-        body = self._planner.salted(plan) if member.config.cache_salt else plan.outgoing
+        headers, body = self._outgoing(request, request_id, plan, member)
         return await member.send("POST", plan.dialect.path, request.query, headers, body, once=not plan.repeatable)
 
-    async def _read(
+    def send_now(
+        self, request: Request, request_id: str, plan: Plan, member: Member, answered: Answered
+    ) -> Connection | None:
+        """Sends a request that may be sent again over a connection that is there; None if there is none. ``answered``
+        is told what came of it.
+        """
+        headers, body = self._outgoing(request, request_id, plan, member)
+        return member.begin(plan.dialect.path, request.query, headers, body, answered)
+
+    def _outgoing(self, request: Request, request_id: str, plan: Plan, member: Member) -> tuple[Headers, bytes]:
+        headers = to_upstream(request, request_id, member.proof(request))
+        return headers, self._planner.salted(plan) if member.config.cache_salt else plan.outgoing
+
+    def read(
         self,
         plan: Plan,
         route: Route,
         sent: Sent,
-        flight: CallFlight,
+        sink: Sink,
         keep: Keep,
         fallback: str,
         *,
         wanted: bool,
-    ) -> Landed:
+    ) -> tuple[Decoder | None, Reading]:
+        """How an upstream's response is read, through which codec first."""
         response = sent.response
         kind = _kind(response)
         coding = next((value for name, value in response.headers if name == b"content-encoding"), None)
@@ -178,14 +206,13 @@ class Relay:
         begun = partial(sent.begun, first_token=stream)
         if stream or whole:
             codec = sent.codec(codec, stream=stream)
-        await read_from(response, codec, self.reading(plan, head, flight, keep, begun, wanted=wanted))
-        return flight.outcome
+        return codec, self.reading(plan, head, sink, keep, begun, wanted=wanted)
 
     def reading(
         self,
         plan: Plan,
         head: Head,
-        flight: CallFlight,
+        sink: Sink,
         keep: Keep,
         begun: Callable[[], None] = lambda: None,
         *,
@@ -193,10 +220,10 @@ class Relay:
     ) -> Reading:
         """How an answer that begins with ``head`` is read; ``begun`` is called at its first bytes."""
         if head.stream:
-            return EventStream(flight, head, keep, begun, plan, wanted=wanted)
+            return EventStream(sink, head, keep, begun, plan, wanted=wanted)
         if not head.whole:
-            return Raw(flight, head, keep, begun, "unknown content coding")
-        return Plain(flight, head, keep, begun, plan, max(self._max_entry, plan.dialect.held), wanted=wanted)
+            return Raw(sink, head, keep, begun, "unknown content coding")
+        return Plain(sink, head, keep, begun, plan, max(self._max_entry, plan.dialect.held), wanted=wanted)
 
     def _keep(self, plan: Plan, born: float, stamped: dict[str, int], renewed: bool, landed: Landed) -> Landed:
         answer = landed.answer
@@ -237,6 +264,6 @@ def _kind(response: UpstreamResponse) -> bytes:
     return next((value.lower() for name, value in response.headers if name == b"content-type"), b"")
 
 
-def _is_page(response: UpstreamResponse) -> bool:
+def is_page(response: UpstreamResponse) -> bool:
     """Whether it is for people: a proxy's or a host's word, which no API gives for an answer."""
     return _kind(response).startswith((b"text/html", b"application/xhtml"))

@@ -74,7 +74,9 @@ class Sharing:
             purged = not generations.alive({}, born) or generations.fresh_until({}, born, math.inf) < math.inf
             if purged or (max_age is not None and self._runtime.clock.time() - born > max_age):
                 raise _TooOld
-            await _feed(seat, self._runtime.relay.reading(plan, head, flight, lambda landed: landed, wanted=True))
+            await _feed(
+                seat, flight, self._runtime.relay.reading(plan, head, flight, lambda landed: landed, wanted=True)
+            )
             return flight.outcome
         finally:
             await seat.leave()
@@ -100,14 +102,14 @@ class Sharing:
         return name + b"-" + sha256(repr(purges).encode()).hexdigest()[:16].encode() if purges else name
 
 
-async def _feed(seat: Follow, reading: Reading) -> None:
+async def _feed(seat: Follow, flight: CallFlight, reading: Reading) -> None:
     """Gives a reading what the leader tells; raises UpstreamError where it breaks off."""
     try:
         async for data in seat.pieces():
             reading.feed(data)
             if reading.done:
                 return
-            await reading.flight.room()
+            await flight.room()
         reading.end()
     except LeaderLost:
         reading.fail(UpstreamError("reset", "the gateway that made this call is gone", sent=True))

@@ -142,6 +142,11 @@ class Splits:
             route.note = f'whole="{why}"'
         return Sent(self, route, await send(plan, route.member), None, self.now())
 
+    def concern(self, members: Sequence[Member]) -> bool:
+        """Whether a request to one of these may be split, or is to be told why not."""
+        enabled = self.settings.enabled
+        return enabled == "on" or (enabled != "off" and any(member.config.role == "prefill" for member in members))
+
     def moved(self, tokens: int, seconds: float) -> None:
         """The first token of a split answer came so long after the decode side was asked, with all that was moved."""
         if tokens >= self.settings.min_tokens:

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.app import Gateway
+from gateway.direct import Errand
+from gateway.exchange import Exchange
 from gateway.heads import MAX_HEAD, Head
-from gateway.http import Headers, Request, Response
+from gateway.http import Headers, Response
 from gateway.outflow import Chunks, response_head
 from gateway.shortcut import Lookup
 
 log = logging.getLogger(__name__)
 
+CHUNKED = b"transfer-encoding: chunked\r\n"
 TEXT = (b"content-type", b"text/plain; charset=utf-8")
 
 
@@ -35,6 +39,7 @@ class WireProtocol(HttpToolsProtocol):
         gateway = self.app
         assert isinstance(gateway, Gateway)
         self._pipeline = gateway.pipeline
+        self._direct = gateway.direct
         self._heads = gateway.heads
         self._shortcut = gateway.shortcut
         self._in_message = False  # uvicorn's parser has begun a message and not seen its end
@@ -42,6 +47,8 @@ class WireProtocol(HttpToolsProtocol):
         self._parts: list[bytes] = []
         self._missing = 0
         self._waiting: list[bytes] | None = None  # an answer from here is awaited; what came meanwhile
+        self._errand: Errand | None = None  # the answer comes straight from an upstream
+        self._ahead = b""  # the head of its answer, which goes out with the first chunk
         self._chunks: Chunks | None = None  # the stream that is being sent from here
         self._answering: RequestResponseCycle | None = None  # the last request that came by ASGI
         self._for_caller: asyncio.Task[None] | None = None  # the last on the full path, if it serves this caller only
@@ -133,18 +140,59 @@ class WireProtocol(HttpToolsProtocol):
         self._rest()
 
     def _enter(self, head: Head, body: bytes) -> None:
-        """The full path. What comes meanwhile waits: it is a further request, or an early end."""
+        """No short way. What comes meanwhile waits: it is a further request, or an early end."""
         if self._waiting is None:
             self._waiting = []
-        request = Request("POST", head.path, b"", head.headers, body, head.path.encode())
-        task = self._for_caller = self.loop.create_task(self._full_path(request))
+        request = head.request.with_body(body)
+        met: Exchange | None = None
+        try:
+            met = self._direct.meet(request, head.caught.caller)
+            self._errand = self._direct.begin(met, self)
+        except Exception:
+            log.exception("the direct path failed; the full path answers")
+        if self._errand is None:
+            self.hand_over(self._pipeline.answer(request, met))
+
+    # The outlet of an errand
+
+    def whole(self, response: Response) -> None:
+        """See `Outlet`, also for what follows."""
+        try:
+            self._send_whole(response)
+        except ValueError:
+            log.exception("an answer broke off")
+            self.transport.close()
+        self._done()
+
+    def begin(self, status: int, headers: Headers) -> None:
+        self._ahead = self._shown(status, headers, CHUNKED)
+
+    def chunk(self, data: bytes, *, last: bool) -> None:
+        chunk = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        if self._ahead:
+            chunk, self._ahead = self._ahead + chunk, b""
+        if last:
+            self.transport.write(chunk + b"0\r\n\r\n")
+            self._done()
+        else:
+            self.transport.write(chunk)
+
+    def give_up(self) -> None:
+        self.transport.close()
+        self._done()
+
+    def hand_over(self, work: Coroutine[Any, Any, Response], over: Callable[[], None] | None = None) -> None:
+        self._errand = None
+        task = self._for_caller = self.loop.create_task(self._full_path(work))
         task.add_done_callback(self.tasks.discard)
+        if over is not None:
+            task.add_done_callback(lambda _: over())
         self.tasks.add(task)
 
-    async def _full_path(self, request: Request) -> None:
+    async def _full_path(self, work: Coroutine[Any, Any, Response]) -> None:
         try:
             try:
-                response = await self._pipeline.answer(request)
+                response = await work
             except Exception:
                 log.exception("a request failed")
                 self._ending, response = True, Response(500, [TEXT], b"Internal Server Error")
@@ -154,6 +202,11 @@ class WireProtocol(HttpToolsProtocol):
         except Exception:
             log.exception("an answer broke off")
             self.transport.close()
+        self._done()
+
+    def _done(self) -> None:
+        """The answer is out, or never will be."""
+        self._errand = None
         self.server_state.total_requests += 1
         if self._ending:
             self.transport.close()
@@ -166,12 +219,11 @@ class WireProtocol(HttpToolsProtocol):
     async def _send(self, response: Response) -> None:
         body = response.body
         if isinstance(body, bytes):
-            headers = [*response.headers, (b"content-length", b"%d" % len(body))]
-            self.transport.write(self._shown(response.status, headers) + body)
+            self._send_whole(response)
             return
         failure: Exception | None = None
         try:
-            head = self._shown(response.status, [*response.headers, (b"transfer-encoding", b"chunked")])
+            head = self._shown(response.status, response.headers, CHUNKED)
             self._chunks = Chunks(head, body, self.transport, self.flow)
             await self._chunks.over
         except Exception as error:
@@ -181,11 +233,17 @@ class WireProtocol(HttpToolsProtocol):
             self._chunks = None
             body.close(failure)
 
-    def _shown(self, status: int, headers: Headers) -> bytes:
+    def _send_whole(self, response: Response) -> None:
+        assert isinstance(response.body, bytes)
+        framing = b"content-length: %d\r\n" % len(response.body)
+        self.transport.write(self._shown(response.status, response.headers, framing) + response.body)
+
+    def _shown(self, status: int, headers: Headers, framing: bytes) -> bytes:
         if self.server_state.default_headers is not self._common:
             self._renew_common()
-        closing: Headers = [(b"connection", b"close")] if self._ending else []
-        return response_head(status, self._common_lines, [*headers, *closing])
+        if self._ending:
+            framing += b"connection: close\r\n"
+        return response_head(status, self._common_lines, headers, framing)
 
     def _renew_common(self) -> None:
         self._common = self.server_state.default_headers
@@ -211,6 +269,8 @@ class WireProtocol(HttpToolsProtocol):
         super().resume_writing()
         if self._chunks is not None:
             self._chunks.go_on()
+        if self._errand is not None:
+            self._errand.on_room()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         task = self.loop.create_task(cycle.run_asgi(app))
@@ -239,6 +299,8 @@ class WireProtocol(HttpToolsProtocol):
             self._answering.disconnected = True  # which uvicorn says of the last request only, had others come behind
         if self._for_caller is not None:
             self._for_caller.cancel()
+        if self._errand is not None:
+            self._errand.leave()
 
     def shutdown(self) -> None:
         """A request that is still coming, or whose lookup is under way, is still answered."""

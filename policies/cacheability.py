@@ -25,7 +25,7 @@ class Turn:
     text: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """What a dialect reads out of a request body for the verdict.
 
@@ -43,7 +43,7 @@ class Ask:
     always_deterministic: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """Whether the request takes part in the cache at all, and why."""
 
@@ -51,7 +51,7 @@ class Verdict:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """How an upstream's answer ended: its finish reasons in the dialect's words, and what is wrong with it, if
     anything.

@@ -27,7 +27,7 @@ class Directives:
 _NOTHING_ASKED = Directives()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lifetime:
     """How long an answer is fresh, and how long it may serve after that: while it is renewed, when the upstream fails,
     or because a caller accepts it stale (``on_request``).

@@ -29,7 +29,7 @@ class PriceError(ValueError):
         self.problems = problems
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
     """Tokens of one call. ``prompt`` counts them all; ``cached`` of them the provider had in its cache (None: it did
     not say), ``cache_write`` of them it put there.

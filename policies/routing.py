@@ -113,7 +113,7 @@ class Ask:
     shared: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """The ``index`` of the engine chosen, why, and how many prompt tokens it is expected to hold and to compute."""
 

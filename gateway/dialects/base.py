@@ -8,12 +8,12 @@ stream into that form, `Dialect.render` splits it again; both must lose nothing,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, overload
 
 from gateway.sse import Event
-from policies.cacheability import Ask, Outcome
+from policies.cacheability import Ask, Outcome, Turn
 
 
 class Unjoinable(ValueError):
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
         return Piece(raw, raw)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """A whole answer: its plain form without identity (None: nothing to keep), how it ended, and its tokens."""
 
@@ -55,6 +55,29 @@ class Rendered:
     plain: tuple[bytes, ...]
     stream: tuple[bytes, ...]
     stream_with_usage: tuple[bytes, ...]
+
+
+class Lazily(Sequence[Turn]):
+    """Turns that are read out of a request when they are first looked at, which most requests need not be."""
+
+    def __init__(self, read: Callable[[], Sequence[Turn]]) -> None:
+        self._read = read
+        self._turns: Sequence[Turn] | None = None
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    @overload
+    def __getitem__(self, at: int) -> Turn: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Turn]: ...
+    def __getitem__(self, at: int | slice) -> Turn | Sequence[Turn]:
+        return self._all()[at]
+
+    def _all(self) -> Sequence[Turn]:
+        if self._turns is None:
+            self._turns = self._read()
+        return self._turns
 
 
 class Collector(ABC):

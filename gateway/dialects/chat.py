@@ -8,14 +8,14 @@ from typing import Any
 
 import orjson
 
-from gateway.dialects.base import Unjoinable
+from gateway.dialects.base import Lazily, Unjoinable
 from gateway.dialects.choices import ChoicesDialect
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.hints import prompt_cache_key
 from gateway.dialects.joining import cut, merge
 from policies.cacheability import Ask, Turn
 
-_SEARCHES = ("web_search_options", "search_parameters", "enable_search", "plugins")
+_SEARCHES = frozenset(("web_search_options", "search_parameters", "enable_search", "plugins"))
 """Fields by which providers are told to look something up."""
 _CURATED_DESPITE = DELIVERY | SAMPLING | CAPS | {"messages", "store"}
 _SPOKEN_FIRST = ("reasoning_content", "reasoning", "content", "refusal")
@@ -32,10 +32,8 @@ class ChatCompletions(ChoicesDialect):
     id_prefix = "chatcmpl-"
 
     def ask(self, body: Mapping[str, Any]) -> Ask:
-        messages = body.get("messages")
-        turns = [_turn(message) for message in messages] if isinstance(messages, list) else []
         return Ask(
-            turns=turns,
+            turns=Lazily(lambda: _turns(body)),
             temperature=body.get("temperature"),
             tools=bool(body.get("tools") or body.get("functions")),
             side_effects=_side_effects(body),
@@ -119,11 +117,18 @@ def _world(body: Mapping[str, Any]) -> str:
         not isinstance(tool, dict) or tool.get("type") not in ("function", "custom") for tool in tools
     ):
         return "a hosted tool"
+    if _SEARCHES.isdisjoint(body):
+        return ""
     return "web search" if any(body.get(name) not in (None, False) for name in _SEARCHES) else ""
 
 
 def _is_instruction(message: object) -> bool:
     return isinstance(message, dict) and message.get("role") in ("system", "developer")
+
+
+def _turns(body: Mapping[str, Any]) -> list[Turn]:
+    messages = body.get("messages")
+    return [_turn(message) for message in messages] if isinstance(messages, list) else []
 
 
 def _turn(message: object) -> Turn:

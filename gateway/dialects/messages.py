@@ -9,7 +9,7 @@ import orjson
 
 from cache.response.canonical import respell
 from gateway.dialects.anthropic import EXCLUDED, VARY, error_body, turns_of, usage_of, world_of
-from gateway.dialects.base import Answer, Dialect, Rendered
+from gateway.dialects.base import Answer, Dialect, Lazily, Rendered
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
 from gateway.dialects.hints import breakpoints
@@ -43,7 +43,7 @@ class Messages(Dialect):
 
     def ask(self, body: Mapping[str, Any]) -> Ask:
         return Ask(
-            turns=turns_of(body),
+            turns=Lazily(lambda: turns_of(body)),
             temperature=body.get("temperature"),
             tools=bool(body.get("tools")),
             world=world_of(body),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import orjson
 
 from cache.response.canonical import respell
-from gateway.dialects.base import Answer, Dialect, Rendered, Unjoinable
+from gateway.dialects.base import Answer, Dialect, Lazily, Rendered, Unjoinable
 from gateway.dialects.curated import CAPS, DELIVERY, SAMPLING, given, room_for
 from gateway.dialects.events import EventCollector
 from gateway.dialects.hints import prompt_cache_key
@@ -47,7 +47,7 @@ class Responses(Dialect):
 
     def ask(self, body: Mapping[str, Any]) -> Ask:
         return Ask(
-            turns=_turns(body),
+            turns=Lazily(lambda: _turns(body)),
             temperature=body.get("temperature"),
             tools=bool(body.get("tools")),
             side_effects=_side_effects(body),

@@ -19,8 +19,8 @@ from policies.slo import Slo
 Group = tuple[str, str, str, str, str, bool]
 """Tenant, model, endpoint, upstream, outcome, stream."""
 
-HITS_KEPT = 20
-"""Rows of hits that are kept each second for a look; those of all others are kept anyway."""
+HITS_KEPT, OTHERS_KEPT = 20, 500
+"""Rows of hits, and of all others, that are kept each second for a look."""
 ROWS_PENDING = 20_000
 """Rows that wait to be written at most, the newest ones."""
 GROUPS_PENDING = 20_000
@@ -60,7 +60,7 @@ class Book:
         self._open: dict[Group, c.Counters] = {}
         self._begin = self._end = 0.0
         self._tallies: list[Tally] = []  # with hits of this minute
-        self._hits_kept = 0
+        self._hits_kept = self._others_kept = 0
 
     def apply(self, prices: PriceTable, slos: Mapping[str, Slo]) -> None:
         """Takes prices and service levels (by the model's name sent upstream) into use."""
@@ -97,8 +97,10 @@ class Book:
         if row.reason:
             key = (int(self._begin), group, self._labels.reason(row.reason))
             self._pages.reasons[key] = self._pages.reasons.get(key, 0) + 1
-        if not saved or self._hits_kept < HITS_KEPT:
-            self._hits_kept += saved
+        if not saved:
+            self._keep_other(row)
+        elif self._hits_kept < HITS_KEPT:
+            self._hits_kept += 1
             self._keep(row)
 
     def tally(self, row: Row) -> Tally:
@@ -140,7 +142,7 @@ class Book:
         """All that has been counted since the last time; it is the caller's now."""
         self._close_page()
         pages, self._pages = self._pages, Pages()
-        self._hits_kept = 0
+        self._hits_kept = self._others_kept = 0
         return pages
 
     def put_back(self, pages: Pages) -> None:
@@ -189,6 +191,13 @@ class Book:
         if count is None:
             count = self._open[group] = c.counters()
         return count
+
+    def _keep_other(self, row: Row) -> None:
+        if self._others_kept < OTHERS_KEPT:
+            self._others_kept += 1
+            self._keep(row)
+        elif self.kept is not None:
+            self.kept(row)
 
     def _keep(self, row: Row) -> None:
         if self.kept is not None:

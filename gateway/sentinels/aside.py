@@ -21,7 +21,7 @@ from cache.response.keep import Keeper
 from cache.response.recall import Recall
 from cache.response.shared_flights import SharedFlights
 from cache.stores.breaker import GuardedStore
-from gateway.attempts import Attempts
+from gateway.attempts import Attempt, Attempts
 from gateway.config import Secret, Tenant, TenantKey, Upstream
 from gateway.dialects import DIALECTS
 from gateway.holdout import HoldOut
@@ -85,6 +85,7 @@ class Standin(Relay):
         cause: RowOutcome,
         *,
         wanted: bool,
+        first: Attempt | None = None,
     ) -> Landed:
         self.calls += 1
         born, stamped = self._clock.time(), self._generations.stamp(plan.scopes)

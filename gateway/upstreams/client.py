@@ -9,7 +9,7 @@ import ssl
 from collections import deque
 from typing import NamedTuple
 
-from gateway.upstreams.connection import Connection, StaleConnection, Timeouts
+from gateway.upstreams.connection import Answered, Connection, StaleConnection, Timeouts
 from gateway.upstreams.request import request_head
 from gateway.upstreams.response import UpstreamError, UpstreamResponse
 
@@ -103,6 +103,30 @@ class UpstreamClient:
                 pass
         connection = await self._connect(loop, origin, pool, min(loop.time() + timeouts.connect, total_at))
         return await connection.exchange(head, body, bodyless=bodyless, timeouts=timeouts, total_at=total_at)
+
+    def begin(
+        self,
+        origin: Origin,
+        method: str,
+        target: bytes,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        timeouts: Timeouts,
+        answered: Answered,
+    ) -> Connection | None:
+        """Send a request over a kept connection and call ``answered`` when its head has come, or why none will (a
+        `StaleConnection` may be tried again); None if there is no such connection. Abandoning it ends the request.
+        """
+        pool = self._pools.get(origin)
+        if pool is None or not pool.idle:
+            return None
+        head = request_head(method, target, pool.authority, headers, len(body))
+        connection = pool.take()
+        if connection is not None:
+            total_at = asyncio.get_running_loop().time() + timeouts.total
+            bodyless = method == "HEAD"
+            connection.begin(head, body, answered, bodyless=bodyless, timeouts=timeouts, total_at=total_at)
+        return connection
 
     async def close(self) -> None:
         """Close every connection; answers under way end with UpstreamError(kind="reset")."""

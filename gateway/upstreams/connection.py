@@ -14,6 +14,9 @@ MAX_HEAD = 64 * 1024  # bytes of response head (or trailer section) before the u
 STALE_WINDOW = 2.0  # a kept connection that the upstream had closed shows it within a round trip, not later
 _JOIN_BELOW = 64 * 1024  # a body this small is copied behind its head, so that both leave in one write
 
+Answered = Callable[[UpstreamResponse | UpstreamError], None]
+"""Told once of a request: its response when the head is there, or why none will come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -54,8 +57,9 @@ class Connection(asyncio.Protocol):
 
         # The exchange under way.
         self._busy = False
-        self._head: asyncio.Future[UpstreamResponse] | None = None  # while the response head is awaited
+        self._answered: Answered | None = None  # while the response head is awaited
         self._response: UpstreamResponse | None = None  # while its body is received
+        self._came: UpstreamResponse | None = None  # its head came in this read
         self._headers: list[tuple[bytes, bytes]] = []
         self._bodyless = False
         self._ended = False  # the parser saw the end of the message
@@ -78,10 +82,37 @@ class Connection(asyncio.Protocol):
     async def exchange(
         self, head: bytes, body: bytes, *, bodyless: bool, timeouts: Timeouts, total_at: float
     ) -> UpstreamResponse:
-        """Send a request and return its response when the head has arrived.
+        """Send a request and return its response when the head has arrived; the rest as in `begin`. Raises
+        UpstreamError; cancelling closes the connection.
+        """
+        answer: asyncio.Future[UpstreamResponse] = self._loop.create_future()
+
+        def answered(found: UpstreamResponse | UpstreamError) -> None:
+            if answer.done():
+                if isinstance(found, UpstreamResponse):
+                    found.close()
+            elif isinstance(found, UpstreamError):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
+
+        self.begin(head, body, answered, bodyless=bodyless, timeouts=timeouts, total_at=total_at)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                if self._answered is answered:
+                    self.abandon()
+            elif answer.exception() is None:  # it came in the same moment; the connection may be another's by now
+                answer.result().close()
+            raise
+
+    def begin(
+        self, head: bytes, body: bytes, answered: Answered, *, bodyless: bool, timeouts: Timeouts, total_at: float
+    ) -> None:
+        """Send a request; ``answered`` is called when its head has arrived, never before this returns.
 
         bodyless: the response has no body whatever its headers say (HEAD). total_at: loop time at which to give up.
-        Raises UpstreamError; cancelling closes the connection.
         """
         self._busy = True
         self._headers = []
@@ -94,24 +125,16 @@ class Connection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
         self._sent_at = self._loop.time()
         self._wait_until(min(self._sent_at + timeouts.first_byte, total_at))
-        answer = self._head = self._loop.create_future()
+        self._answered = answered
         if len(body) < _JOIN_BELOW:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if answer.cancelled():
-                self.abandon()
-            elif answer.exception() is None:  # it came in the same moment; the connection may be another's by now
-                answer.result().close()
-            raise
 
     def abandon(self) -> None:
         """Close at once, without a word to whoever reads the response."""
         self._busy = False
-        self._head = self._response = None
+        self._answered = self._response = self._came = None
         self._transport.abort()
 
     def close(self) -> None:
@@ -123,7 +146,10 @@ class Connection(asyncio.Protocol):
 
     def expect_body(self) -> None:
         """From now on the upstream's silence counts as idle time."""
-        self._wait_until(min(self._loop.time() + self._timeouts.idle, self._total_at))
+        when = self._loop.time() + self._timeouts.idle
+        self._deadline = when = min(when, self._total_at)
+        if self._timer is None or when < self._timer_at:
+            self._wait_until(when)
 
     def resume(self) -> None:
         """The consumer has caught up."""
@@ -161,6 +187,8 @@ class Connection(asyncio.Protocol):
             self._fail("protocol", "the upstream's headers are too large")
         elif self._response is not None:
             self._response.arrived()
+        if self._came is not None:
+            self._tell(self._came)
 
     def eof_received(self) -> None:
         if self._response is not None and not any(
@@ -198,12 +226,10 @@ class Connection(asyncio.Protocol):
             return
         if self._unframed > MAX_HEAD and sum(len(n) + len(v) + 4 for n, v in self._headers) > MAX_HEAD:
             raise ValueError("headers too large")
-        if self._head is None or self._head.done():
+        if self._answered is None:
             raise ValueError("nobody waits for it any more")
         self._unframed = 0
-        self._response = UpstreamResponse(self, status, self._headers)
-        self._head.set_result(self._response)
-        self._head = None
+        self._response = self._came = UpstreamResponse(self, status, self._headers)
         if self._bodyless:
             self._end()
             self._parser = None  # it waits for the body that the headers announce
@@ -245,19 +271,25 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, kind: ErrorKind, message: str) -> None:
         """End the exchange under way, if any, with an error, and the connection with it."""
-        head, response = self._head, self._response
+        answered, response, came = self._answered, self._response, self._came
         stale = (
             kind == "reset"
-            and head is not None
+            and answered is not None
             and self._unframed == 0
             and self._loop.time() - self._sent_at < STALE_WINDOW
         )
         self.abandon()
         error = (StaleConnection if stale else UpstreamError)(kind, message, sent=True)
-        if head is not None and not head.done():
-            head.set_exception(error)
         if response is not None:
             response.fail(error)
+        if answered is not None:
+            answered(came or error)
+
+    def _tell(self, response: UpstreamResponse) -> None:
+        """Hands a response over, outside the parser: whoever gets it may use the connection for another request."""
+        answered, self._answered, self._came = self._answered, None, None
+        if answered is not None:
+            answered(response)
 
     # Time
 
@@ -278,7 +310,7 @@ class Connection(asyncio.Protocol):
             self._wait_until(self._deadline)
         elif now >= self._total_at:
             self._fail("timeout", "the upstream's answer took longer than the total limit")
-        elif self._head is not None:
+        elif self._answered is not None:
             self._fail("timeout", "the upstream sent no response in time")
         elif self._response is not None and self._response.awaited:
             self._fail("timeout", "the upstream fell silent in the middle of its answer")

@@ -85,7 +85,7 @@ class ExactSource:
         """The tokens of a prompt and its chain for each upstream that tells what it holds; (0, {}) if there is none, or
         it cannot be said.
         """
-        telling = [(m.name, *self._of[m.name]) for m in members if m.name in self._sizes and m.name in self._of]
+        telling = [(m.name, *self._of[m.name]) for m in members if self._tells(m)]
         wanted = {(tokenizer, self._sizes[name], salt if salted else "") for name, tokenizer, salted in telling}
         if not wanted:
             return 0, {}
@@ -100,6 +100,13 @@ class ExactSource:
             if key in chains:
                 found[name] = (chains[key], key[1])
         return tokens, found
+
+    def tells(self, members: Sequence[Member]) -> bool:
+        """Whether one of them tells what it holds, so that prompts for it are read."""
+        return any(self._tells(member) for member in members)
+
+    def _tells(self, member: Member) -> bool:
+        return member.name in self._sizes and member.name in self._of
 
     def reads(self, name: str) -> bool:
         """Whether this upstream's tokenizer is there and could be read."""

@@ -60,10 +60,20 @@ def credentials(api: str, api_key: str | None, request: Request, *, open_gateway
     return [(name, value) for name, value in request.headers if name in _CREDENTIALS] if open_gateway else []
 
 
+def passed_on(headers: Headers) -> Headers:
+    """Those of a caller's headers that go on to a known endpoint. No content coding is invited, since the answer is
+    read on its way.
+    """
+    kept = [(n, v) for n, v in headers if n in _TO_UPSTREAM or n.startswith(_PREFIXES_TO_UPSTREAM)]
+    return [*kept, (b"accept-encoding", b"identity")]
+
+
 def to_upstream(request: Request, request_id: str, proof: Headers) -> Headers:
-    """Request headers for a known endpoint. No content coding is invited, since the answer is read on its way."""
-    kept = [(n, v) for n, v in request.headers if n in _TO_UPSTREAM or n.startswith(_PREFIXES_TO_UPSTREAM)]
-    return [*kept, (b"accept-encoding", b"identity"), (b"x-request-id", request_id.encode()), *proof]
+    """Request headers for a known endpoint; last comes what differs from request to request (`request_head`)."""
+    kept = request.passed_on
+    if kept is None:
+        kept = request.passed_on = passed_on(request.headers)
+    return [*kept, *proof, (b"x-request-id", request_id.encode())]
 
 
 def to_caller(headers: Headers) -> Headers:
@@ -77,7 +87,7 @@ def through_to_upstream(request: Request, request_id: str, proof: Headers) -> He
     """
     dropped = (*_CREDENTIALS, b"cookie", b"x-request-id", b"host", b"content-length")
     kept = [(n, v) for n, v in request.headers if n not in HOP_BY_HOP and n not in dropped and not n.startswith(_OURS)]
-    return [*kept, (b"x-request-id", request_id.encode()), *proof]
+    return [*kept, *proof, (b"x-request-id", request_id.encode())]
 
 
 def through_to_caller(headers: Headers) -> Headers:

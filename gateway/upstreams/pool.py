@@ -13,6 +13,7 @@ from gateway.clock import Clock
 from gateway.config import Config, SecretError, Upstream
 from gateway.http import Headers, Request
 from gateway.upstreams.client import Origin, Timeouts, UpstreamClient, UpstreamError, UpstreamResponse
+from gateway.upstreams.connection import Answered, Connection
 from gateway.upstreams.headers import credentials
 from policies.health import Health
 from policies.routing import Engine
@@ -50,13 +51,14 @@ class Member:
         self.open_gateway = open_gateway
         self._timeouts = Timeouts(**config.timeouts.model_dump())
         self._listed: frozenset[str] | None = None
+        self._given = frozenset(config.models) if config.models is not None else None
         self._listed_at = -1e9
         self._asking = asyncio.Lock()
 
     @property
     def known_models(self) -> frozenset[str] | None:
         """The models it is known to serve; None when it could not be asked, which may mean any."""
-        return frozenset(self.config.models) if self.config.models is not None else self._listed
+        return self._given if self._given is not None else self._listed
 
     def proof(self, request: Request) -> Headers:
         """The credentials for a request to it; raises `UpstreamError` when its key cannot be read."""
@@ -72,6 +74,11 @@ class Member:
         """Sends a request to ``path`` (``/v1/…``) under this upstream's base address, surely not twice if ``once``."""
         target = self._base + path.encode() + (b"?" + query if query else b"")
         return await self._client.send(self.origin, method, target, headers, body, self._timeouts, once=once)
+
+    def begin(self, path: str, query: bytes, headers: Headers, body: bytes, answered: Answered) -> Connection | None:
+        """Sends a ``POST`` as `send` does, over a kept connection; None if there is none (`UpstreamClient.begin`)."""
+        target = self._base + path.encode() + (b"?" + query if query else b"")
+        return self._client.begin(self.origin, "POST", target, headers, body, self._timeouts, answered)
 
     def reports(self, requests: int) -> None:
         """It says how many requests it has, those of others included."""
@@ -141,6 +148,18 @@ class Pool:
         if not any(model in (member.known_models or ()) for member in self.members):
             await self._learn(ASK_AGAIN_AFTER, asker)
         return [member for member in self.members if member.known_models is None or model in member.known_models]
+
+    def serving_now(self, model: str) -> list[Member] | None:
+        """The same, where nobody has to be asked first; else None."""
+        now, found, known = self._clock.monotonic(), [], False
+        for member in self.members:
+            if member.is_stale(now, LIST_FOR):
+                return None
+            models = member.known_models
+            if models is None or model in models:
+                found.append(member)
+                known = known or models is not None
+        return found if known else None
 
     async def models(self, asker: Request) -> dict[str, str]:
         """Every model known to be served, with the name of an upstream that serves it."""

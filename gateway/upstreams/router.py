@@ -16,7 +16,7 @@ from typing import Any
 from cache.response.canonical import BadBody
 from gateway.clock import Clock
 from gateway.config import Routing
-from gateway.upstreams.exact import ExactSource
+from gateway.upstreams.exact import Blocks, ExactSource
 from gateway.upstreams.pool import Member
 from gateway.upstreams.prefix_index import Belief, Depths, Learned, PrefixIndex, deepest
 from gateway.upstreams.prompt import CHUNK, canonical_text, chain, root_of, session_of
@@ -38,7 +38,7 @@ _Found = tuple[list[Depths], float]
 """Who holds how many links of a chain, by tier, and the tokens that one link stands for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A request as the router sees it. ``size``: bytes of its prompt. ``blocks``: the chain of its token blocks for
     each upstream (by name) that tells which it holds, with the tokens in one block. ``common``: bytes of its
@@ -61,7 +61,7 @@ class Route:
         self.member = member
         self.decision = decision
         self.note = ""  # whether it was split, or why not
-        self._router, self._asked = router, asked
+        self.asked, self._router = asked, router
         self._sent_at = now
         self._alone = member.engine.pending <= 0
         self._pending = float(decision.uncached)
@@ -109,7 +109,7 @@ class Route:
         prompt = (usage or {}).get("prompt")
         if usage is None or not prompt or prompt < 0:
             return
-        self._router.measured(self._asked, prompt)
+        self._router.measured(self.asked, prompt)
         told = usage.get("cached")
         if told is not None and 0 <= told <= prompt:
             self._router.correct(self.member, self._belief, self.decision, told, prompt)
@@ -182,6 +182,29 @@ class Router:
         self, model: str, path: str, body: Mapping[str, Any], size: int, salt: str, members: Sequence[Member]
     ) -> Asked:
         """What a request asks, whose ``body`` has so many bytes. Cheap where there is nothing to choose."""
+        tokens, blocks = 0, {}
+        if len(members) > 1 and self._routing.policy == "prefix":
+            tokens, blocks = await self.exact.read(path, body, salt, members)
+        return self._asked(model, body, size, salt, members, tokens, blocks)
+
+    def read_now(
+        self, model: str, body: Mapping[str, Any], size: int, salt: str, members: Sequence[Member]
+    ) -> Asked | None:
+        """The same, where no prompt has to be tokenised first; else None."""
+        if len(members) > 1 and self._routing.policy == "prefix" and self.exact.tells(members):
+            return None
+        return self._asked(model, body, size, salt, members, 0, {})
+
+    def _asked(
+        self,
+        model: str,
+        body: Mapping[str, Any],
+        size: int,
+        salt: str,
+        members: Sequence[Member],
+        tokens: int,
+        blocks: Blocks,
+    ) -> Asked:
         if len(members) < 2 or self._routing.policy in ("load", "round_robin"):
             return Asked(model, size)
         root = root_of(salt, model)
@@ -192,7 +215,6 @@ class Router:
         session = session_of(body, root)
         if self._routing.policy == "sticky":
             return Asked(model, len(text), session=session)
-        tokens, blocks = await self.exact.read(path, body, salt, members)
         needs_chunks = any(member.name not in blocks for member in members)
         chunks = chain(text, root, CHUNK) if needs_chunks else ()
         return Asked(model, len(text), chunks, session, tokens, blocks, common)
@@ -201,6 +223,9 @@ class Router:
         """Decides, and counts the load at once. ``members``: at least one."""
         now = self._clock.monotonic()
         prompt = self._prompt(asked)
+        if len(members) == 1 and self._routing.policy == "prefix" and not asked.chunks and not asked.blocks:
+            self.decisions["only"] += 1
+            return Route(self, members[0], asked, Decision(0, "only", 0, prompt), now)
         found = self._found(asked, members, prompt)
         few = self._few(found, asked.session, members) if len(members) > MANY else members
         able = [m for m in few if m.known_models is not None and m.health.available(now)] or _able(members, now)

@@ -65,14 +65,21 @@ class Side:
         self._loop = asyncio.get_running_loop()
         self.full = 0  # requests that entered the pipeline
         self.short = 0  # requests that were answered without it
+        self.direct = 0  # of those that entered it, how many began as errands
         parts = urlsplit(running.url)
         self._address = (parts.hostname, parts.port)
         pipeline, shortcut = running.app.pipeline, running.app.shortcut
-        enter, look = pipeline.answer, shortcut.answer
+        enter, begin, look = pipeline.answer, running.app.direct.begin, shortcut.answer
 
-        async def entered(request: Any) -> Any:
+        async def entered(*arguments: Any) -> Any:
             self.full += 1
-            return await enter(request)
+            return await enter(*arguments)
+
+        def begun(*arguments: Any) -> Any:
+            errand = begin(*arguments)
+            self.full += errand is not None
+            self.direct += errand is not None
+            return errand
 
         def looked(*arguments: Any) -> bytes | None:
             found = look(*arguments)
@@ -80,6 +87,7 @@ class Side:
             return found
 
         pipeline.answer = entered  # type: ignore[method-assign]
+        running.app.direct.begin = begun  # type: ignore[method-assign]
         shortcut.answer = looked  # type: ignore[method-assign]
 
     def talk(self, pieces: Sequence[bytes], gap: float = 0.0) -> Told:

@@ -120,10 +120,10 @@ async def test_the_official_clients_take_it() -> None:
         entered = 0
         enter = gateway.app.pipeline.answer
 
-        async def counted(request: Any) -> Any:
+        async def counted(*arguments: Any) -> Any:
             nonlocal entered
             entered += 1
-            return await enter(request)
+            return await enter(*arguments)
 
         gateway.app.pipeline.answer = counted  # type: ignore[method-assign]
         chat: Any = orjson.loads(KNOWN)

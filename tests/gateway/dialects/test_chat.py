@@ -369,4 +369,4 @@ def test_turns_are_plain_texts_or_unknown() -> None:
     texts = ["Be brief.", "Hi", None, None]
     roles = ["system", "user", "user", "user"]
     expected = [Turn(role, text) for role, text in zip(roles, texts, strict=True)]
-    assert CHAT.ask({"messages": messages}).turns == [*expected, Turn("", None)]
+    assert list(CHAT.ask({"messages": messages}).turns) == [*expected, Turn("", None)]

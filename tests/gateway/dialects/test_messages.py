@@ -296,7 +296,7 @@ def test_turns_hold_the_system_text() -> None:
         ],
     }
     turns = [Turn("system", "Be brief."), Turn("user", "Hi"), Turn("user", None), Turn("assistant", "Yes?")]
-    assert MESSAGES.ask(body).turns == turns
+    assert list(MESSAGES.ask(body).turns) == turns
 
 
 def test_cache_marks_are_in_the_key_and_metadata_is_not() -> None:

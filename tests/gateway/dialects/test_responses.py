@@ -273,12 +273,12 @@ def test_turns() -> None:
         {"type": "message", "role": "user", "content": [{"type": "input_image"}]},
         {"type": "function_call_output", "output": "x"},
     ]
-    assert RESPONSES.ask({"input": "Hi", "instructions": "Be brief."}).turns == [
+    assert list(RESPONSES.ask({"input": "Hi", "instructions": "Be brief."}).turns) == [
         Turn("system", "Be brief."),
         Turn("user", "Hi"),
     ]
     turns = [Turn("user", "Hi"), Turn("user", "Hi"), Turn("user", None), Turn("", None)]
-    assert RESPONSES.ask({"input": items}).turns == turns
+    assert list(RESPONSES.ask({"input": items}).turns) == turns
 
 
 def test_errors_have_openais_form() -> None:
