@@ -50,15 +50,14 @@ class _Group:
 
 
 class _Block(Generic[K]):
-    __slots__ = ("group", "idle_children", "key", "parent", "pinned", "uses")
+    __slots__ = ("group", "head", "key", "pinned", "uses")
 
-    def __init__(self, key: K, parent: _Block[K] | None, uses: int, group: _Group, pinned: bool) -> None:
+    def __init__(self, key: K, head: K | None, uses: int, group: _Group, pinned: bool) -> None:
         self.key = key
-        self.parent = parent
+        self.head = head  # key of the block before it
         self.uses = uses  # not counting the first
         self.group = group
         self.pinned = pinned
-        self.idle_children = 0  # resident and not pinned
 
 
 class PrefixEviction(Generic[K]):
@@ -89,6 +88,7 @@ class PrefixEviction(Generic[K]):
         self._ghost_capacity = capacity * self.GHOSTS
         self._memory = 0.5 ** (self.LEARN_EVERY / self.HALF_LIFE)
         self._blocks: dict[K, _Block[K]] = {}
+        self._tails: dict[K, int] = {}  # how many resident blocks that are not pinned follow a key, itself here or not
         self._ghosts: OrderedDict[K, _Block[K]] = OrderedDict()  # oldest first
         self._curves = [ReuseCurve() for _ in range(_KINDS)]
         self._epoch = 0
@@ -107,15 +107,16 @@ class PrefixEviction(Generic[K]):
     def insert(self, key: K, parent: K | None, *, pinned: bool = False) -> None:
         """Make `key` resident behind `parent` (None for the first block of a chain). Nothing if it is resident.
 
-        A parent that is not resident counts as none: a lower tier may hold a tail whose head is on another.
+        The parent need not be resident: a lower tier may hold a tail whose head is on another. When it comes, it is not
+        evicted before that tail. Keys must not run in circles, which digests over all that comes before cannot.
         """
         if key in self._blocks:
             return
-        head = None if parent is None else self._blocks.get(parent)
         uses = self._recall(key)
         group = self._current[_kind(uses) if uses else _TIP]
         group.alive += 1
-        block = self._blocks[key] = _Block(key, head, uses, group, pinned)
+        block = self._blocks[key] = _Block(key, parent, uses, group, pinned)
+        head = None if parent is None else self._blocks.get(parent)
         if head is not None and head.group.kind == _TIP:
             self._move(head, self._current[_ONCE])
         if not pinned:
@@ -193,7 +194,6 @@ class PrefixEviction(Generic[K]):
         return ghost.uses + 1
 
     def _remember(self, block: _Block[K]) -> None:
-        block.parent = None
         self._ghosts[block.key] = block
         if len(self._ghosts) > self._ghost_capacity:
             self._ghosts.popitem(last=False)[1].group.lose()
@@ -219,21 +219,25 @@ class PrefixEviction(Generic[K]):
 
     def _offer(self, block: _Block[K]) -> None:
         """An unpinned block joins the tree of those that may be evicted, tails before heads."""
-        if not block.idle_children:
+        if block.key not in self._tails:
             self._add_leaf(block)
-        head = block.parent
-        if head is not None:
-            head.idle_children += 1
-            if head.idle_children == 1 and not head.pinned:
-                del head.group.leaves[head.key]
+        if block.head is None:
+            return
+        self._tails[block.head] = tails = self._tails.get(block.head, 0) + 1
+        if tails == 1 and (head := self._blocks.get(block.head)) is not None and not head.pinned:
+            del head.group.leaves[head.key]
 
     def _withdraw(self, block: _Block[K]) -> None:
         block.group.leaves.pop(block.key, None)
-        head = block.parent
-        if head is not None:
-            head.idle_children -= 1
-            if not head.idle_children and not head.pinned:
-                self._add_leaf(head)
+        if block.head is None:
+            return
+        self._tails[block.head] -= 1
+        if self._tails[block.head]:
+            return
+        del self._tails[block.head]
+        head = self._blocks.get(block.head)
+        if head is not None and not head.pinned:
+            self._add_leaf(head)
 
     def _add_leaf(self, block: _Block[K]) -> None:
         group = block.group
@@ -245,7 +249,6 @@ class PrefixEviction(Generic[K]):
         del self._blocks[block.key]
         if not block.pinned:
             self._withdraw(block)
-            block.pinned = True  # children that are pinned still know it; it must not be offered again
 
     def _move(self, block: _Block[K], group: _Group) -> None:
         old = block.group

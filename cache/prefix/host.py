@@ -97,9 +97,9 @@ class HostTier:
         if pin is not None:
             pin(self._buffer)
         self._free = list(range(slots))[::-1]
-        self._entries: dict[bytes, Entry] = {}
-        self._eviction = PrefixEviction[bytes](slots)
-        self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # complete and not leased; least recently used first
+        self._entries: dict[bytes, Entry] = {}  # by hash
+        self._eviction = PrefixEviction[bytes](slots)  # of entries by digest
+        self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # by digest; neither written nor leased; oldest use first
         self._held: Counter[bytes] = Counter()  # blocks by tenant
         self._lock = threading.Lock()
 
@@ -126,9 +126,9 @@ class HostTier:
             entries = [entry for block in blocks if (entry := self._find(block))]
             for entry in reversed(entries):  # heads last: the most recent, evicted after their tails
                 entry.uses += uses
-                self._eviction.touch(entry.block.hash)
-                if entry.block.hash in self._idle:
-                    self._idle.move_to_end(entry.block.hash)
+                self._eviction.touch(entry.block.digest)
+                if entry.block.digest in self._idle:
+                    self._idle.move_to_end(entry.block.digest)
 
     def prepare_load(self, blocks: Sequence[Block]) -> HostLease:
         """Pins the leading blocks that are here; their views stay valid and unchanged until `complete_load`."""
@@ -139,8 +139,8 @@ class HostTier:
                 if entry is None:
                     break
                 entry.leases += 1
-                self._eviction.pin(block.hash)
-                self._idle.pop(block.hash, None)
+                self._eviction.pin(block.digest)
+                self._idle.pop(block.digest, None)
                 lease.entries.append(entry)
                 lease.views.append(self._view(entry))
         return lease
@@ -158,8 +158,8 @@ class HostTier:
         lease = HostLease()
         with self._lock:
             chain = blocks[-1].lineage() if blocks else []
-            keep = {block.hash for block in chain}
-            held = [block.hash for block in chain if block.hash in self._idle]
+            keep = {block.digest for block in chain}
+            held = [block.digest for block in chain if block.digest in self._idle]
             for key in held:
                 self._eviction.pin(key)
             for block in blocks:
@@ -167,13 +167,13 @@ class HostTier:
                 if entry is not None and entry.block == block:
                     entry.uses += uses
                     if uses:
-                        self._eviction.touch(block.hash)
+                        self._eviction.touch(block.digest)
                     continue
                 slot = self._make_room(block, tenant, keep, lease)
                 if slot is None:
                     break
                 entry = self._entries[block.hash] = Entry(block, tenant, slot, uses)
-                self._eviction.insert(block.hash, block.previous and block.previous.hash, pinned=True)
+                self._eviction.insert(block.digest, block.parent, pinned=True)
                 self._held[tenant] += 1
                 lease.entries.append(entry)
                 lease.views.append(self._view(entry))
@@ -220,9 +220,11 @@ class HostTier:
             assert self._held.total() == len(self._entries), "tenants' counts differ from the entries"
             for key, entry in self._entries.items():
                 assert key == entry.block.hash and entry.leases >= 0
-                assert (key in self._idle) == (entry.complete and not entry.leases), "a leased slot may be evicted"
-                assert key in self._eviction
-            assert self._idle.keys() <= self._entries.keys() and len(self._eviction) == len(self._entries)
+                idle = entry.complete and not entry.leases
+                assert (self._idle.get(entry.block.digest) is entry) == idle, "a leased slot may be evicted"
+                assert entry.block.digest in self._eviction
+            assert all(self._entries[entry.block.hash] is entry for entry in self._idle.values())
+            assert len(self._eviction) == len(self._entries)
 
     def _find(self, block: Block) -> Entry | None:
         entry = self._entries.get(block.hash)
@@ -242,14 +244,14 @@ class HostTier:
         limit = self._quota(tenant)
         at_limit = limit is not None and (self._held[tenant] + 1) * self.block_bytes > limit
         if other is not None:  # a hash collision: the newcomer takes the name over
-            victim = other if block.hash in self._idle and (other.tenant == tenant or not at_limit) else None
+            victim = other if other.block.digest in self._idle and (other.tenant == tenant or not at_limit) else None
         elif at_limit:
             victim = next((e for key, e in self._idle.items() if e.tenant == tenant and key not in keep), None)
         elif self._free:
             return self._free.pop()
         else:
             key = self._eviction.evict()
-            victim = None if key is None else self._entries[key]
+            victim = None if key is None else self._idle[key]
         if victim is None:
             return None
         lease.evicted.append((victim, self._view(victim)))
@@ -257,10 +259,9 @@ class HostTier:
         return self._free.pop()
 
     def _drop(self, entry: Entry) -> None:
-        key = entry.block.hash
-        del self._entries[key]
-        self._idle.pop(key, None)
-        self._eviction.remove(key)
+        del self._entries[entry.block.hash]
+        self._idle.pop(entry.block.digest, None)
+        self._eviction.remove(entry.block.digest)
         self._held[entry.tenant] -= 1
         self._free.append(entry.slot)
 
@@ -268,8 +269,8 @@ class HostTier:
         for entry in reversed(lease.entries):  # heads last, see `touch`
             entry.leases -= 1
             if not entry.leases:
-                self._idle[entry.block.hash] = entry
-                self._eviction.unpin(entry.block.hash)
+                self._idle[entry.block.digest] = entry
+                self._eviction.unpin(entry.block.digest)
 
 
 def _memory(size: int) -> mmap.mmap:

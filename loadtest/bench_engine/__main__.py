@@ -13,7 +13,7 @@ import contextlib
 import os
 
 from loadtest.bench_engine import chat, drafts, rates, tiers
-from loadtest.bench_engine.servers import Server, engine, redis, started
+from loadtest.bench_engine.servers import Server, engine, lmcache, redis, started
 
 PARTS = ("tiers", "rates", "chat", "drafts")
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help="of each of the 20 conversations")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--remote", help="a remote tier to use instead of a Redis of our own, e.g. lmcache://…")
+    parser.add_argument("--remote", help="a remote tier to use instead of servers of our own, e.g. redis://…")
     parser.add_argument(
         "--beside",
         action="append",
@@ -46,7 +46,9 @@ def main() -> None:
     print(f"\nLoad of the machine before the first run: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
     with redis() if options.remote is None else contextlib.nullcontext(options.remote) as remote:
         if "tiers" in parts:
-            tiers.show(asyncio.run(tiers.measure(flags, remote, options.rounds, options.lengths)))
+            with lmcache() if options.remote is None else contextlib.nullcontext() as other:
+                remotes = [url for url in (remote, other) if url]
+                tiers.show(asyncio.run(tiers.measure(flags, remotes, options.rounds, options.lengths)))
         if "chat" in parts:
             chat.show(asyncio.run(chat.measure(flags, options.dtype, remote, turns=options.turns)))
     if "drafts" in parts:

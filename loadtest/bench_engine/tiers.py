@@ -1,4 +1,4 @@
-"""Time to first token of one prompt, by where its prefix is found: nowhere, device, host memory, the remote tier."""
+"""Time to first token of one prompt, by where its prefix is found: nowhere, device, host memory, a remote tier."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from collections import defaultdict
 import httpx
 
 from loadtest.bench_engine.figures import Samples, rates, say, spread
-from loadtest.bench_engine.servers import engine, words
+from loadtest.bench_engine.servers import Server, engine, words
 
 TAIL = 4  # tokens behind the last whole chunk: what a full hit still has to compute
 
 
 async def measure(
-    flags: list[str], remote: str | None, rounds: int, lengths: list[int]
+    flags: list[str], remotes: list[str], rounds: int, lengths: list[int]
 ) -> dict[tuple[int, str], Samples]:
-    """Samples by prompt length and place. The remote tier is asked by a second engine, as after a restart."""
+    """Samples by prompt length and place. Each remote tier is asked by a second engine, as after a restart."""
     samples: dict[tuple[int, str], Samples] = defaultdict(Samples)
-    flags = [*flags, "--kv-host", "2GiB", *(["--kv-remote", remote] if remote else [])]
+    flags = [*flags, "--kv-host", "2GiB"]
     prompts = [(length, round_) for round_ in range(rounds) for length in lengths]
     async with httpx.AsyncClient(timeout=900) as client:
-        with engine(*flags) as server:
-            await server.first_token(client, words(300, -1))
-            for length, round_ in prompts:
-                prompt = words(length + TAIL, length * 1000 + round_)
-                for reset in (False, False, True):  # cold, then from the device, then from the host
-                    await server.rested()  # the second use is copied down behind the answer
-                    if reset:
-                        await client.post(f"{server.url}/reset_prefix_cache")
-                    wall, cpu, tier = await server.first_token(client, prompt)
-                    samples[length, tier].add(wall, cpu)
-                    say(f"{length} {tier} {wall:.3f} s")
-            await server.rested()
-        if remote:
-            with engine(*flags) as server:
+
+        async def ask(server: Server, length: int, round_: int) -> None:
+            await server.rested()  # what is used a second time is copied down behind the answer
+            wall, cpu, tier = await server.first_token(client, words(length + TAIL, length * 1000 + round_))
+            samples[length, tier].add(wall, cpu)
+            say(f"{length} {tier} {wall:.3f} s, {cpu:.2f} of a processor")
+
+        for below in [["--kv-remote", remote] for remote in remotes] or [[]]:
+            with engine(*flags, *below) as server:
+                await server.first_token(client, words(300, -1))
+                for length, round_ in prompts:
+                    await ask(server, length, round_)  # cold
+                    await ask(server, length, round_)  # from the device
+                    await client.post(f"{server.url}/reset_prefix_cache")
+                    await ask(server, length, round_)  # from the host
+                await server.rested()
+            if not below:
+                continue
+            with engine(*flags, *below) as server:
                 await server.first_token(client, words(300, -2))
                 for length, round_ in prompts:
-                    await server.rested()
-                    wall, cpu, tier = await server.first_token(client, words(length + TAIL, length * 1000 + round_))
-                    samples[length, tier].add(wall, cpu)
-                    say(f"{length} {tier} {wall:.3f} s after a restart")
+                    await ask(server, length, round_)
     return samples
 
 

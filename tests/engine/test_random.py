@@ -9,7 +9,9 @@ import random
 
 import pytest
 
+from cache.prefix.blocks import Block
 from engine.core import EngineCore, Generation
+from engine.kv.manager import NoEvents
 from engine.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.drive import GREEDY, Result, advance, run, submit
@@ -18,12 +20,28 @@ REFERENCE = tiny.core(blocks=64, prefix_reuse=False, speculate="off")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
 
 
+class HeadsLast(NoEvents):
+    """Sees to it that no block is evicted before those behind it, but for what is in use."""
+
+    core: EngineCore
+    seen = 0
+
+    def removed(self, block: Block) -> None:
+        manager = self.core.manager
+        for tail in manager.indexed():
+            place = manager.find(tail)
+            assert tail.parent != block.digest or (place is not None and manager.is_held(place))
+        self.seen += 1
+
+
 class Machine:
     """Random actions on one engine, checked against what is known."""
 
     def __init__(self, seed: int, blocks: int) -> None:
         self.rng = random.Random(seed)
-        self.core: EngineCore = tiny.core(blocks=blocks, max_running=self.rng.choice([1, 3, 8]))
+        self.order = HeadsLast()
+        self.core = tiny.core(blocks=blocks, max_running=self.rng.choice([1, 3, 8]), events=self.order)
+        self.order.core = self.core
         assert self.core.drafter is not None
         self.core.drafter.timed = lambda rows, seconds: None  # type: ignore[method-assign]  # no clock decides here
         self.heads = [[self.rng.randrange(256) for _ in range(self.rng.randrange(4, 40))] for _ in range(5)]
@@ -85,7 +103,7 @@ def test_random_lives_end_as_their_references_do(seed: int, blocks: int) -> None
         machine.core.check_integrity()
     machine.check_finished()
     assert not machine.results
-    assert machine.checked > 30
+    assert machine.checked > 30 and machine.order.seen > 30
     assert machine.core.manager.free == blocks
     assert machine.core.drafter is not None
     assert machine.core.drafter.accepted > 0
