@@ -19,7 +19,7 @@ from gateway.ladder import report as ladder_report
 from gateway.plan import BadRequest, read_body
 from gateway.prefix_health import report as prefix_report
 from gateway.reload import ReloadError, Source, reload
-from gateway.reporting import outcomes, rows_response, sums_response
+from gateway.reporting import effective_response, outcomes, rows_response, sums_response
 from gateway.runtime import Runtime
 from gateway.sentinels.report import report
 from gateway.tenants import Denied
@@ -49,6 +49,11 @@ def admin_routes(runtime: Runtime, source: Source | None) -> APIRouter:
     async def sentinels() -> dict[str, Any]:
         """The lights of all workers, the red ones first, and what looking costs."""
         return report(await of_all_workers(runtime), runtime.clock.time())
+
+    @router.get("/effective")
+    async def effective(request: Request) -> list[dict[str, Any]]:
+        """Installed and effective compute of each upstream, ``from`` (``-1h``) ``to`` (now)."""
+        return await effective_response(runtime, request.query_params)
 
     @router.get("/ladder")
     async def ladder() -> dict[str, Any]:

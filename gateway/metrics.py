@@ -15,10 +15,11 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from cache.response.tags import parts_of
+from gateway.effective import Facts, best_minutes, facts_of
 from gateway.ledger import LedgerClosed
 from gateway.ledger import counters as c
 from gateway.ledger.query import Sum, totals
-from gateway.ledger.schema import GROUP
+from gateway.ledger.schema import GROUP, MINUTE
 from gateway.runtime import Runtime
 from gateway.vitals import Vitals, of_all_workers
 from policies.pricing import PICO
@@ -33,16 +34,20 @@ async def render(runtime: Runtime) -> tuple[bytes, str]:
     """The exposition text and its content type."""
     workers = await of_all_workers(runtime)
     try:
-        sums = await runtime.ledger.read(totals)
+        now = runtime.clock.time()
+        sums, best = await runtime.ledger.read(lambda connection: (totals(connection), best_minutes(connection, now)))
     except LedgerClosed:
-        sums = []
+        sums, best = [], {}
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Scrape(sums, workers))
+    registry.register(_Scrape(sums, workers, facts_of(runtime, MINUTE), best))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class _Scrape(Collector):
-    def __init__(self, sums: list[Sum], workers: dict[str, Vitals]) -> None:
+    def __init__(
+        self, sums: list[Sum], workers: dict[str, Vitals], facts: dict[str, Facts], best: dict[str, float]
+    ) -> None:
+        self._facts, self._best = facts, best
         self._sums = [(_labels(line.key), line.counts) for line in sums]
         self._workers = workers
 
@@ -82,6 +87,7 @@ class _Scrape(Collector):
         yield self._histogram(
             "warmgate_ttft_seconds", "From arrival to the first token.", c.TTFT_US, c.FIRST_TTFT, len(c.COLUMNS)
         )
+        yield from self._machines()
         yield from self._gauges()
 
     def _counter(self, name: str, what: str, column: int, per: int = 1) -> Metric:
@@ -110,6 +116,27 @@ class _Scrape(Collector):
             if buckets[-1][1]:
                 family.add_metric(labels, buckets, counts[total] / 1e6)
         return family
+
+    def _machines(self) -> Iterator[Metric]:
+        """What upstreams can do, draw and cost, where that is known."""
+        rate = GaugeMetricFamily(
+            "warmgate_upstream_prefill_per_second",
+            "Prompt tokens that an upstream computes in a second: as configured, or as in its best minute of a day.",
+            labels=["upstream", "source"],
+        )
+        watts = GaugeMetricFamily("warmgate_upstream_watts", "What it draws.", labels=["upstream", "source"])
+        price = GaugeMetricFamily("warmgate_upstream_usd_per_hour", "What it costs to run.", labels=["upstream"])
+        for name in dict.fromkeys([*self._facts, *self._best]):
+            facts = self._facts.get(name, Facts())
+            if facts.prefill_per_second is not None:
+                rate.add_metric([name, "configured"], facts.prefill_per_second)
+            elif name in self._best:
+                rate.add_metric([name, "best minute"], self._best[name])
+            if facts.watts is not None:
+                watts.add_metric([name, facts.power], facts.watts)
+            if facts.cost_per_hour is not None:
+                price.add_metric([name], facts.cost_per_hour)
+        yield from (rate, watts, price)
 
     def _gauges(self) -> Iterator[Metric]:
         """Each worker's own; a worker that has ended takes its series with it."""

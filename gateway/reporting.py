@@ -11,6 +11,8 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse, Response
 
 from gateway.config.units import parse_time
+from gateway.effective import facts_of
+from gateway.effective import lines as effective_lines
 from gateway.ledger import LedgerClosed, query
 from gateway.ledger.counters import REQUESTS
 from gateway.ledger.query import FOREVER, Scope, Sum
@@ -45,6 +47,14 @@ async def rows_response(runtime: Runtime, asked: Mapping[str, str], tenant: str 
         raise HTTPException(400, f"'limit' must be a number from 1 to {MOST_ROWS}.")
     rows = await _ask(runtime, lambda connection: query.rows(connection, scope, int(limit)))
     return _csv(rows, "requests") if _format(asked) == "csv" else JSONResponse({"rows": rows})
+
+
+async def effective_response(runtime: Runtime, asked: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Effective compute of each upstream, ``from`` (an hour ago) ``to`` (now)."""
+    now = runtime.clock.time()
+    scope = scope_of({"from": "-1h", **asked}, None, now)
+    facts = facts_of(runtime, now - scope.since)
+    return await _ask(runtime, lambda connection: effective_lines(connection, scope, now, facts))
 
 
 async def outcomes(runtime: Runtime, since: float = 0.0) -> dict[str, int] | None:

@@ -34,6 +34,7 @@ from gateway.ledger import Call, Ledger
 from gateway.ledger.settings import load_prices, service_levels
 from gateway.limits import SharedQuotas, Usages
 from gateway.plan import Plan, Planner
+from gateway.power import Power
 from gateway.prefix_health import PrefixHealth
 from gateway.reading import CallFlight
 from gateway.relay import Relay
@@ -77,6 +78,7 @@ class Runtime:
         self.discovery = Discovery(self._meet_upstreams)
         self.ledger = Ledger(config.ledger, self.clock)
         self.access_log = AccessLog(self.clock)
+        self.power = Power(self.clock)
         self.otlp: Otlp | None = None
         self.board = Board()
         self.generations = Generations()
@@ -136,6 +138,7 @@ class Runtime:
             ),
         )
         self.ledger.apply(self.prices, service_levels(config))
+        self.power.apply(config.engine.device if config.engine is not None else None)
         self.access_log.target = config.telemetry.access_log
         self.ledger.follow(self.access_log if config.telemetry.access_log is not None else None)
         self._export_to(config.telemetry.otlp)
@@ -163,6 +166,7 @@ class Runtime:
         self.background(self._watch_faq())
         self.background(self.ledger.run())
         self.background(self.access_log.run())
+        self.background(self.power.run())
         self.background(self._export())
         self.background(self.usages.keep_up(self.ledger.spent_since))
 

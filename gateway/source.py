@@ -15,6 +15,9 @@ from gateway.config import ENGINE_UPSTREAM, Config, ConfigError, load_config, un
 from gateway.ledger.settings import load_prices
 from policies.pricing import PriceError
 
+FIGURES = ("prefill_per_second", "watts", "cost_per_hour")
+"""Labels of upstreams that figures are made of (`gateway.effective`): numbers."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -48,6 +51,7 @@ def shortcomings(config: Config) -> list[str]:
     ]
     return [
         *taken,
+        *_label_faults(config),
         *_missing_model(config),
         *unreadable_secrets(config),
         *_faq_faults(config),
@@ -81,6 +85,20 @@ def _missing_model(config: Config) -> list[str]:
     model = config.engine.model if config.engine else ""
     is_path = "/" in model or model.endswith(".gguf")
     return [f"engine.model: there is no file or folder {model}"] if is_path and not Path(model).exists() else []
+
+
+def _label_faults(config: Config) -> list[str]:
+    """Those labels that figures are made of must be numbers."""
+    return [
+        f"upstreams[{index}].labels.{name} must be a number above 0, not {upstream.labels[name]!r}"
+        for index, upstream in enumerate(config.upstreams)
+        for name in FIGURES
+        if name in upstream.labels and not _is_positive(upstream.labels[name])
+    ]
+
+
+def _is_positive(value: str | float) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")
 
 
 def _price_faults(config: Config) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any
 
-from gateway import judging, reporting
+from gateway import effective, judging, reporting
 from gateway.ladder import report as ladder_report
 from gateway.ledger import OUTCOMES, SAVED, query
 from gateway.ledger import counters as c
@@ -57,7 +57,8 @@ class Asked:
 async def overview(runtime: Runtime, asked: Asked) -> dict[str, Any]:
     """Everything the page shows; raises `gateway.ledger.LedgerClosed`."""
     now = runtime.clock.time()
-    found = await runtime.ledger.read(lambda connection: _found(connection, asked, now))
+    facts = effective.facts_of(runtime, RANGES[asked.range][0]) if asked.operator else {}
+    found = await runtime.ledger.read(lambda connection: _found(connection, asked, now, facts))
     kept = unpacked(found.pop("vitals")) | {runtime.ledger.worker: vitals(runtime)}
     found["agreement"] = judging.report(runtime, kept, asked.tenant)
     if asked.operator:
@@ -83,7 +84,7 @@ async def _ladder(runtime: Runtime, workers: dict[str, Vitals]) -> dict[str, Any
     return ladder_report(told, await reporting.outcomes(runtime, min(one["since"] for one in told)) or {})
 
 
-def _found(connection: Connection, asked: Asked, now: float) -> dict[str, Any]:
+def _found(connection: Connection, asked: Asked, now: float, facts: dict[str, effective.Facts]) -> dict[str, Any]:
     length, step, _ = RANGES[asked.range]
     until = int(now) // step * step + step
     since = until - length
@@ -105,6 +106,7 @@ def _found(connection: Connection, asked: Asked, now: float) -> dict[str, Any]:
         "tenants": _lines(groups, ("tenant",)),
         "by_upstream": _lines(groups, ("upstream",)),
         "series": _series(steps, range(since, until, step)),
+        **({"effective": effective.lines(connection, scope, now, facts)} if asked.operator else {}),
         "savings": _savings(query.held_out(connection, scope), groups),
         "reasons": query.reasons(connection, scope)[:REASONS],
         "recent": query.rows(connection, Scope(since, until, asked.where), RECENT),

@@ -61,6 +61,18 @@ def totals(connection: sqlite3.Connection) -> list[Sum]:
     return [Sum(row[: len(GROUP)], 0, list(row[len(GROUP) :])) for row in rows]
 
 
+def most_work(connection: sqlite3.Connection, scope: Scope, output: float) -> dict[str, float]:
+    """What each upstream computed in its best minute: prompt tokens, and ``output`` times its output tokens."""
+    rows = connection.execute(
+        "SELECT upstream, MAX(work) FROM (SELECT g.upstream AS upstream, "
+        "SUM(r.computed_tokens + r.unsplit_tokens + ? * r.output_tokens) AS work FROM rollups r "
+        "JOIN groups g ON g.id = r.grp WHERE r.span = ? AND r.bucket >= ? AND r.bucket < ? AND g.upstream != '' "
+        "GROUP BY g.upstream, r.bucket) GROUP BY upstream",
+        (output, MINUTE, scope.since, scope.until),
+    )
+    return dict(rows.fetchall())
+
+
 def reasons(connection: sqlite3.Connection, scope: Scope) -> list[dict[str, Any]]:
     """How often each reason was given, the commonest first."""
     ranges, values = _ranges(scope, None)

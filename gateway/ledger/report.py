@@ -52,6 +52,7 @@ def figures(outcomes: dict[str, Sum]) -> Line:
         "served_prompt_tokens": every[c.SERVED_PROMPT],
         "served_output_tokens": every[c.SERVED_OUTPUT],
         "served_tokens": every[c.SERVED_PROMPT] + every[c.SERVED_OUTPUT],
+        "saved_prompt_tokens": saved[c.SERVED_PROMPT],
         "saved_tokens": saved[c.SERVED_PROMPT] + saved[c.SERVED_OUTPUT],
         "unknown_served": every[c.UNKNOWN_SERVED],
         "calls": every[c.CALLS],

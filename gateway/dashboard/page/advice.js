@@ -1,7 +1,7 @@
 /* What could be better: hits that are lost, and prompts that do not share their beginnings. For the operator. */
 
 import { h, meter, table } from "./dom.js";
-import { count, exact, share } from "./format.js";
+import { UNKNOWN, count, dollars, exact, rate, seconds, share } from "./format.js";
 
 export function ladder({ ladder: { lost, fields, unexplained, uncacheable_repeats: repeats } }) {
   const lines = lost.filter((l) => l.requests);
@@ -15,6 +15,30 @@ export function ladder({ ladder: { lost, fields, unexplained, uncacheable_repeat
 
 export function ladderNote({ ladder: { asked, hit_rate: rate, ideal_rate: ideal } }) {
   return asked ? `hits are ${share(rate)} of ${count(asked)}; an ideal cache would reach ${share(ideal)}` : "nothing was asked yet";
+}
+
+/* What each engine could have computed, what it did, and what caches spared it. */
+export function effective({ effective: lines }) {
+  const spent = (line, name) => (line.engine_seconds?.[name] == null ? UNKNOWN : seconds(line.engine_seconds[name]));
+  return table("Installed and effective compute of each upstream", [
+    { label: "Upstream", className: "name", cell: (l) => l.upstream },
+    { label: "Computes per second", cell: (l) => (l.per_second === null ? UNKNOWN : `${count(l.per_second)} tokens`), title: (l) => l.per_second_source },
+    { label: "Could have computed", cell: (l) => count(l.tokens.could_have_computed) },
+    { label: "Computed", cell: (l) => count(l.tokens.computed) },
+    { label: "In time", cell: (l) => count(l.tokens.in_time) },
+    { label: "Used", cell: (l) => (l.engine_seconds ? h("span", {}, share(l.seconds ? l.engine_seconds.used / l.seconds : null), meter(l.engine_seconds.used / l.seconds)) : UNKNOWN) },
+    { label: "Saved by answers", cell: (l) => spent(l, "by_answers") },
+    { label: "Saved by prefixes", cell: (l) => spent(l, "by_prefixes") },
+    { label: "Does the work of", cell: (l) => (l.engine_seconds?.times == null ? UNKNOWN : `${l.engine_seconds.times.toFixed(1)} engines`) },
+    { label: "Draws", cell: (l) => (l.watts === null ? UNKNOWN : `${count(l.watts)} W`), title: (l) => l.power },
+    { label: "Served per joule", cell: (l) => rate(l.served_per_joule) },
+    { label: "Costs", cell: (l) => dollars(l.usd) },
+    { label: "Served per $", cell: (l) => count(l.served_per_usd) },
+  ], lines);
+}
+
+export function effectiveNote({ effective: lines }) {
+  return lines.some((l) => l.per_second_source === "best minute") ? "measured against the best minute of the last day, where no prefill_per_second is configured" : "";
 }
 
 /* Where held-out answers were compared with those kept. */

@@ -103,6 +103,11 @@ function draw(data) {
       $(`${name}-note`).textContent = advice[`${name}Note`](data);
     }
   }
+  show($("effective-card"), operator);
+  if (operator) {
+    $("effective").replaceChildren(advice.effective(data));
+    $("effective-note").textContent = advice.effectiveNote(data);
+  }
   show($("slo-card"), data.slo.length > 0);
   $("slo").replaceChildren(parts.goodput(data));
   show($("savings-card"), data.savings.held_out > 0 || data.agreement.length > 0);
