@@ -1,7 +1,8 @@
-"""The ledger over HTTP: the same questions for the operator (``/admin/ledger``) and for tenants, as JSON or CSV."""
+"""The ledger over HTTP: the same questions for the operator (``/admin/ledger``) and tenants, as JSON, CSV, Parquet."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from sqlite3 import Connection
@@ -13,10 +14,10 @@ from fastapi.responses import JSONResponse, Response
 from gateway.config.units import parse_time
 from gateway.effective import facts_of
 from gateway.effective import lines as effective_lines
-from gateway.ledger import LedgerClosed, query
+from gateway.ledger import LedgerClosed, parquet, query
 from gateway.ledger.counters import REQUESTS
-from gateway.ledger.query import FOREVER, Scope, Sum
-from gateway.ledger.report import as_csv, figures, hit_rates, merged
+from gateway.ledger.query import FOREVER, ROW_LIKE, Scope, Sum
+from gateway.ledger.report import Line, as_csv, figures, hit_rates, merged
 from gateway.ledger.schema import GROUP, MINUTE
 from gateway.runtime import Runtime
 
@@ -33,8 +34,8 @@ async def sums_response(runtime: Runtime, asked: Mapping[str, str], tenant: str 
         raise HTTPException(400, f"'by' must name some of {', '.join(GROUP)}, each once.")
     step = _step(asked.get("step"))
     lines = await _ask(runtime, lambda connection: _lines(connection, scope, by, step))
-    if _format(asked) == "csv":
-        return _csv(lines, "ledger")
+    if (form := _format(asked)) != "json":
+        return await _file(lines, "ledger", form, _like(by, step))
     until = None if scope.until == FOREVER else scope.until
     return JSONResponse({"from": scope.since, "to": until, "by": list(by), "step": step, "groups": lines})
 
@@ -46,7 +47,8 @@ async def rows_response(runtime: Runtime, asked: Mapping[str, str], tenant: str 
     if not limit.isascii() or not limit.isdigit() or not 0 < int(limit) <= MOST_ROWS:
         raise HTTPException(400, f"'limit' must be a number from 1 to {MOST_ROWS}.")
     rows = await _ask(runtime, lambda connection: query.rows(connection, scope, int(limit)))
-    return _csv(rows, "requests") if _format(asked) == "csv" else JSONResponse({"rows": rows})
+    form = _format(asked)
+    return JSONResponse({"rows": rows}) if form == "json" else await _file(rows, "requests", form, ROW_LIKE)
 
 
 async def effective_response(runtime: Runtime, asked: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -137,11 +139,23 @@ def _step(text: str | None) -> int | None:
 
 def _format(asked: Mapping[str, str]) -> str:
     given = asked.get("format", "json")
-    if given not in ("json", "csv"):
-        raise HTTPException(400, "'format' must be json or csv.")
+    if given not in ("json", "csv", "parquet"):
+        raise HTTPException(400, "'format' must be json, csv or parquet.")
+    if given == "parquet" and not parquet.is_installed():
+        raise HTTPException(501, "Parquet needs an extra that is not installed: pip install 'warmgate[parquet]'.")
     return given
 
 
-def _csv(lines: list[dict[str, Any]], name: str) -> Response:
-    headers = {"content-disposition": f'attachment; filename="{name}.csv"'}
-    return Response(as_csv(lines), media_type="text/csv; charset=utf-8", headers=headers)
+def _like(by: tuple[str, ...], step: int | None) -> Line:
+    """A line of sums, for the types of its columns."""
+    none = figures({})
+    names = {name: False if name == "stream" else "" for name in by}
+    return ({"at": 0} if step else {}) | names | none | hit_rates(none)
+
+
+async def _file(lines: list[dict[str, Any]], name: str, form: str, like: Line) -> Response:
+    headers = {"content-disposition": f'attachment; filename="{name}.{form}"'}
+    if form == "csv":
+        return Response(as_csv(lines), media_type="text/csv; charset=utf-8", headers=headers)
+    data = await asyncio.to_thread(parquet.as_parquet, lines, like)
+    return Response(data, media_type=parquet.TYPE, headers=headers)

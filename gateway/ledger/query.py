@@ -87,6 +87,15 @@ def reasons(connection: sqlite3.Connection, scope: Scope) -> list[dict[str, Any]
     return [{"outcome": outcome, "reason": reason, "count": count} for outcome, reason, count in rows]
 
 
+ROW_LIKE: dict[str, Any] = {
+    **dict.fromkeys(ROW, ""),
+    **dict.fromkeys(("ended", "latency", "ttft"), 0.0),
+    **dict.fromkeys(("status", "prompt_tokens", "cached_tokens", "output_tokens", "cost_pico"), 0),
+    "stream": False,
+}
+"""What a row looks like, for the types of its columns."""
+
+
 def rows(connection: sqlite3.Connection, scope: Scope, limit: int) -> list[dict[str, Any]]:
     """The newest kept rows, newest first."""
     conditions = ["ended >= ?", "ended < ?", *(f"{name} = ?" for name in scope.where)]
