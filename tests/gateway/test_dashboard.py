@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -274,16 +275,18 @@ async def test_a_ledger_that_cannot_be_read_is_said_and_nothing_breaks(tmp_path:
 
 @pytest.mark.slow
 async def test_a_million_rows_are_read_in_under_a_second(tmp_path: Path) -> None:
-    """A month, every minute of it with 23 groups; the counters are written as they are by SQL, for speed."""
+    """A month, every minute of it with 23 groups; the counters are written as they are by SQL, for speed. Counted is
+    this process's own time, so that a busy machine does not matter.
+    """
     clock = FakeClock()
     config = {**NOTHING, "ledger": {"path": str(tmp_path / "ledger.db")}}
     async with running_gateway(config, clock) as gateway:
         store = gateway.app.runtime.ledger._store
         await asyncio.to_thread(_fill, store, int(clock.time()))
         for name in overview.RANGES:
-            began = asyncio.get_running_loop().time()
+            began = time.process_time()
             seen = (await get(gateway, f"overview?range={name}")).json()
-            took = asyncio.get_running_loop().time() - began
+            took = time.process_time() - began
             assert seen["total"]["requests"] > 0
             assert took < 1, f"{name} took {took:.2f} s"
 

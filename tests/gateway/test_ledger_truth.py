@@ -135,7 +135,7 @@ async def test_rows_and_csv_say_the_same(gateway: Running) -> None:
         ("?from=yesterday", "'from' must be"),
         ("?step=30s", "whole minutes"),
         ("?step=soon", "whole minutes"),
-        ("?format=xml", "json or csv"),
+        ("?format=xml", "json, csv or parquet"),
         ("?frm=1", "Unknown parameter 'frm'"),
         ("?stream=maybe", "'stream' must be"),
         ("/rows?limit=0", "'limit' must be"),
