@@ -24,6 +24,8 @@ _KNOWN = frozenset(
     b"host content-length content-type accept accept-encoding accept-language user-agent connection authorization "
     b"x-api-key x-request-id".split()
 )
+_TRACE = frozenset((b"traceparent", b"tracestate"))
+"""Of no consequence to an answer, unless this gateway tells of its own part of the trace."""
 _KNOWN_PREFIXES = (b"x-stainless-", b"openai-", b"anthropic-")
 
 
@@ -70,7 +72,8 @@ class Heads:
         values = dict(headers)
         if len(values) != len(headers) or b"host" not in values:
             return None
-        if not all(name in _KNOWN or name.startswith(_KNOWN_PREFIXES) for name in values):
+        known = _KNOWN | _TRACE if self._runtime.otlp is None else _KNOWN
+        if not all(name in known or name.startswith(_KNOWN_PREFIXES) for name in values):
             return None
         if values.get(b"connection", b"keep-alive").lower() != b"keep-alive":
             return None

@@ -105,6 +105,7 @@ def test_many_repeats_over_one_connection(pair: Pair) -> None:
         ["CONNECTION: Keep-Alive"],
         ["X-STAINLESS-Lang: python", "x-stainless-retry-count: 0", "OpenAI-Organization: o", "OpenAI-Project: p"],
         ["Authorization: Bearer whatever"],
+        ["traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate: a=b"],
         ["x-api-key: whatever"],
     ],
 )
