@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
+from loadtest.streamed import Told, ask
 from loadtest.workloads import Chat
 
 ANSWER = 16
@@ -77,9 +76,9 @@ async def replay(
         while not chat.over:
             body = chat.body(model) | {"temperature": 0, "max_tokens": ANSWER, "ignore_eos": True}
             async with gate:
-                turn, said = await _ask(client, body | {"stream_options": {"include_usage": True}})
-            chat.answered(said)
-            result.turns.append(turn)
+                told = await ask(client, body)
+            chat.answered(told.said)
+            result.turns.append(_turn(told))
             if len(result.turns) * 2 >= chats * turns:
                 halfway.set()
             await asyncio.sleep(rng.random() * THINK)
@@ -96,22 +95,7 @@ async def replay(
     return result
 
 
-async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Turn, str]:
-    said, usage, ended = "", None, False
-    try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                return Turn(0, 0, "lost"), ""
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    ended = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    usage = event.get("usage") or usage
-                    said += "".join(choice["delta"].get("content") or "" for choice in event.get("choices") or ())
-    except httpx.TransportError:
-        pass
-    if not ended or usage is None:
-        return Turn(0, 0, "broken" if said else "lost"), said
-    details = usage.get("prompt_tokens_details") or {}
-    return Turn(usage["prompt_tokens"], details.get("cached_tokens") or 0, "ok"), said
+def _turn(told: Told) -> Turn:
+    if told.end == "ok" and told.usage:
+        return Turn(told.prompt, told.cached, "ok")
+    return Turn(0, 0, "broken" if told.said else "lost")
