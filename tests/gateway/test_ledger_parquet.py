@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from arro3.io import read_parquet
 
 from gateway.ledger import parquet
 from loadtest.stub_upstream import StubUpstream
 from tests.gateway.known_traffic import Script
 from tests.harness import Running, running_gateway
 
+read_parquet: Any = import_module("arro3.io").read_parquet
 NOTHING: dict[str, Any] = {"upstreams": [], "engine": "off"}
 
 
