@@ -107,6 +107,26 @@ class Script:
 
 
 REQUESTS = {"exact": 6, "stale": 1, "faq": 1, "coalesced": 2, "miss": 8, "bypass": 1, "error": 5}
+GROUPS = {
+    ("m1", "exact", False): 4,
+    ("m1", "exact", True): 1,
+    ("unpriced", "exact", False): 1,
+    ("m1", "stale", False): 1,
+    ("m1", "faq", False): 1,
+    ("m1", "coalesced", False): 2,
+    ("m1", "miss", False): 6,
+    ("m1", "miss", True): 1,
+    ("unpriced", "miss", False): 1,
+    ("m1", "bypass", False): 1,
+    ("m1", "error", False): 1,  # the upstream's
+    ("m1", "error", True): 2,  # broken off, left
+    ("", "error", False): 2,  # no such model, no JSON
+}
+"""Requests by model, outcome and stream."""
+IN_TIME = 5 * 10 + 10 + 2 * 10 + 4 * 10 + 1 + 10
+"""Output tokens that met the service level: exact, stale, coalesced, misses (one of 1 token, two told nothing or were
+late), bypass.
+"""
 HITS = 6 + 1 + 2
 """Saved answers with a usage report; that of the model without a price among them."""
 CALLS = {"miss": 11, "bypass": 1, "stale": 1}

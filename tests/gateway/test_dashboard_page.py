@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
+from cache.response.tags import place_of
 from gateway.dashboard import overview
 from gateway.ledger import OUTCOMES, Call, Row
 from gateway.sentinels import Light
@@ -211,6 +212,27 @@ async def test_what_is_lost_and_what_would_mend_it(
         await expect(faults).to_have_count(2)
         await expect(faults.filter(has_text="img src=x")).to_contain_text("messages[0].content : 9")
         await expect(faults.first).to_contain_text("Put the time behind all that stays the same")
+        assert await page.evaluate("window.hacked") is None
+
+
+async def test_what_is_disarmed_is_said_and_what_engines_were_spared_is_shown(
+    browser: Browser, gateway: Running
+) -> None:
+    runtime = gateway.app.runtime
+    runtime.trust.disarms = True
+    fill(gateway)
+    await runtime.arm(place_of("t0", "n", HOSTILE), armed=False)
+    for agreed in [True] * 39 + [False]:
+        runtime.trust.compared(place_of("t1", "", "m1"), agreed)
+    async with opened(browser, f"{gateway.url}/dashboard?range=15m") as page:
+        await expect(page.locator("#notice")).to_contain_text(f"since answers disagree: {HOSTILE} of t0 / n.")
+        places = page.locator("#savings-card table").last.locator("tbody tr")
+        await expect(places.first.locator(".badge")).to_have_text("disarmed")
+        await expect(places.nth(1)).to_contain_text("97.5")
+        await expect(places.nth(1).locator(".badge")).to_have_text("armed")
+        engine = page.locator("#effective-card tbody tr").first
+        await expect(engine).to_contain_text("unknown")  # neither watts nor prices
+        await expect(engine).to_contain_text("engines")
         assert await page.evaluate("window.hacked") is None
 
 

@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.gateway.known_traffic import CALLS, COST, HITS, NOON, REQUESTS, TOLD_CALLS, after_known_traffic
-from tests.harness import Running, running_gateway
+from tests.gateway.known_traffic import (
+    CALLS,
+    COST,
+    GROUPS,
+    HITS,
+    IN_TIME,
+    NOON,
+    REQUESTS,
+    TOLD_CALLS,
+    after_known_traffic,
+)
+from tests.harness import FakeClock, Running, running_gateway
 
 
 @pytest.fixture
@@ -106,6 +116,42 @@ async def test_metrics_say_the_same(gateway: Running) -> None:
     assert sums["warmgate_saved_usd_total", ""] == pytest.approx(all_["saved_usd"], rel=1e-12)
     assert sums["warmgate_request_seconds_sum", ""] == 2
     assert sums["warmgate_ledger_ok", ""] == 1
+
+
+async def test_every_label_is_the_truth(gateway: Running) -> None:
+    """Each series apart, so that nothing is counted under a wrong name and made up for under another."""
+    series: dict[str, dict[tuple[str, str, bool], float]] = defaultdict(dict)
+    for family in text_string_to_metric_families((await gateway.client.get("/metrics")).text):
+        for sample in family.samples:
+            named = sample.labels
+            if {"model", "outcome", "stream"} <= named.keys() and "le" not in named and "kind" not in named:
+                key = (named["model"], named["outcome"], named["stream"] == "true")
+                series[sample.name][key] = series[sample.name].get(key, 0) + sample.value
+    assert series["warmgate_requests_total"] == GROUPS
+    assert series["warmgate_request_seconds_count"] == GROUPS
+    assert {key: value for key, value in series["warmgate_request_seconds_sum"].items() if value} == {
+        ("m1", "miss", False): 2.0  # time moved for one alone
+    }
+    streamed = {("m1", "miss", True): 1, ("m1", "error", True): 2}
+    hits = {key: count for key, count in GROUPS.items() if key[1] in ("exact", "stale", "faq", "coalesced")}
+    assert series["warmgate_ttft_seconds_count"] == hits | streamed
+    assert sum(series["warmgate_slo_met_tokens_total"].values()) == IN_TIME
+    for never in ("held_out", "held_out_judged", "held_out_agreed", "upstream_cache_write_tokens"):
+        assert series[f"warmgate_{never}_total"] == {}, never
+    lines = [line for line in await groups(gateway, "?by=model,outcome,stream") if line["requests"]]
+    assert {(line["model"], line["outcome"], line["stream"]): line["requests"] for line in lines} == GROUPS
+    clock = gateway.app.runtime.clock
+    assert isinstance(clock, FakeClock)
+    clock.advance(4 * 3600)  # past what was counted before it was set back
+    seen = (await gateway.client.get("/dashboard/api/overview?range=6h")).json()
+    by_speed = {(line["outcome"], bool(line["stream"])): line["requests"] for line in seen["speed"] if line["requests"]}
+    by_model = {line["model"]: line["requests"] for line in seen["models"]}
+    expected_speed, expected_model = Counter[tuple[str, bool]](), Counter[str]()
+    for (model, outcome, stream), count in GROUPS.items():
+        expected_speed[outcome, stream] += count
+        expected_model[model] += count
+    assert (by_speed, by_model) == (expected_speed, expected_model)
+    assert seen["slo"][0]["tokens_per_second"] * (seen["now"] - seen["range"]["since"]) == pytest.approx(IN_TIME)
 
 
 async def test_the_status_says_the_same(gateway: Running) -> None:
