@@ -24,6 +24,8 @@ import psutil
 
 MODEL = "smollm2-135m-instruct"
 DECODED = 48
+LEFT = 128
+"""Tokens of a prompt that even a full hit may leave to be computed: up to one of the engine's chunks."""
 
 
 @dataclass
@@ -75,13 +77,20 @@ class Server:
         return answer.json()["choices"][0]["message"]["content"], wall, used
 
     async def first_token(self, client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, float, str]:
-        """Wall and processor seconds until a one-token answer to a prompt is there, and where its prefix came from."""
+        """Wall and processor seconds until a one-token answer to a prompt is there, and where its prefix came from.
+
+        That is `cold`, a tier, or `partly TIER` if some of the prompt was computed or came from elsewhere. A few tokens
+        at a prompt's end are always computed.
+        """
         began, cpu = time.perf_counter(), self.cpu()
         answer = await self.complete(client, prompt, 1)
         wall, used = time.perf_counter() - began, self.cpu() - cpu
         details: dict[str, Any] = answer["usage"].get("prompt_tokens_details") or {}
         tiers: dict[str, int] = details.get("cached_by_tier") or {"hit": details.get("cached_tokens") or 0}
-        return wall, used, max(tiers, key=lambda tier: tiers[tier]) if any(tiers.values()) else "cold"
+        place = max(tiers, key=lambda tier: tiers[tier])
+        if not tiers[place]:
+            return wall, used, "cold"
+        return wall, used, place if tiers[place] >= len(prompt) - LEFT else f"partly {place}"
 
     async def first_event(self, client: httpx.AsyncClient, prompt: list[int], tokens: int) -> float:
         """Streams an answer to its end; seconds until its first event."""

@@ -18,7 +18,7 @@ async def measure(
 ) -> dict[tuple[int, str], Samples]:
     """Samples by prompt length and place. Each remote tier is asked by a second engine, as after a restart."""
     samples: dict[tuple[int, str], Samples] = defaultdict(Samples)
-    flags = [*flags, "--kv-host", "2GiB"]
+    flags = [*flags, "--kv-cache", "1GiB", "--kv-host", "2GiB"]
     prompts = [(length, round_) for round_ in range(rounds) for length in lengths]
     async with httpx.AsyncClient(timeout=900) as client:
 
