@@ -299,7 +299,10 @@ class _Server(uvicorn.Server):
 
 
 def run(config: EngineConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises `ModelError` if the address or the model cannot be had."""
+    """Serves until SIGTERM or SIGINT. Raises `ModelError` if the address or the model cannot be had.
+
+    Ends the process with exit code 1 if the engine breaks down, so that whoever started it starts another.
+    """
     listener = bind(config.host, config.port)
     worker = Worker(config)
     app = EngineApp(worker).asgi
@@ -324,3 +327,5 @@ def run(config: EngineConfig) -> None:
         worker.stop()
     if worker.failure is not None:
         raise ModelError(worker.failure)
+    if worker.broken:
+        raise SystemExit("engine: it broke down; the log says how")

@@ -51,6 +51,8 @@ class Worker:
         self._open = opener
         self.ready = False
         self.failure: str | None = None
+        self.broken = False
+        """Not even giving up a step's requests worked: the process must end, and another take its place."""
         self._events: KVEvents | None = None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Delta]] = {}
@@ -58,7 +60,10 @@ class Worker:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self, *, on_ready: Command = lambda: None, on_failure: Command = lambda: None) -> None:
-        """Starts loading in the background; one of the two is called in the event loop when that has ended."""
+        """Starts loading in the background; one of the two is called in the event loop when that has ended.
+
+        `on_failure` is called later, too, if the engine is `broken`.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_ready, self._on_failure = on_ready, on_failure
         self._thread.start()
@@ -119,8 +124,13 @@ class Worker:
             return
         self.ready = True
         self._loop.call_soon_threadsafe(self._on_ready)
-        while not self._stopping:
-            self._turn()
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            log.exception("the engine cannot go on; a new process can")
+            self._loop.call_soon_threadsafe(self._break_down)
+            return
         self.core.close()
 
     def _load(self) -> None:
@@ -176,6 +186,11 @@ class Worker:
             for job, _ in deltas:
                 self.core.cancel(job, "error")
         self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+    def _break_down(self) -> None:
+        self.ready, self.broken = False, True
+        self._deliver([(job, Delta(error="the engine failed")) for job in self._streams])
+        self._on_failure()
 
     def _patience(self) -> float | None:
         """How long to sleep: for ever when idle; while loads are under way, no longer than a deadline may be off."""

@@ -32,11 +32,17 @@ class Blind(TierStack):
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineCore]]:
-    """Builds cores over tiers of one's own: `make(blocks, host=blocks, remote=tier)`."""
+    """Builds cores over tiers of one's own: `make(blocks, host=blocks, remote=tier)`; `patience`: s for a load."""
     cores: list[EngineCore] = []
 
     def build(
-        blocks: int = 16, *, host: int = 0, remote: FaultyTier | None = None, uses: int = 1, **more: Any
+        blocks: int = 16,
+        *,
+        host: int = 0,
+        remote: FaultyTier | None = None,
+        uses: int = 1,
+        patience: float = 10.0,
+        **more: Any,
     ) -> EngineCore:
         def stack(config: Any, layout: Any, size: int) -> TierStack:
             if remote is not None:
@@ -50,7 +56,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineCore]]
                 remote=guarded,
                 step=2,
                 write_through_uses=uses,
-                load_timeout=0.5,
+                load_timeout=patience,
             )
 
         monkeypatch.setattr("engine.core.build_stack", stack)
@@ -212,7 +218,7 @@ def test_o63_a_failed_load_is_recomputed_and_disturbs_nobody(make: Callable[...,
         del tier.records[list(tier.records)[6]]
     else:
         tier.on_load = on_load
-    core = make(64, remote=tier)
+    core = make(64, remote=tier, patience=0.5 if fault == "hangs" else 10.0)
     results = {"b": submit(core, job("b", ids)), "other": submit(core, job("other", prompt(9, 3), tokens=20))}
     while core.busy:
         advance(core, results)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from engine.core import Generation
+from engine.errors import RequestError
 from engine.server import EngineApp
 from engine.worker import Worker
 from tests.engine import tiny
@@ -272,3 +273,21 @@ async def test_a_failing_step_is_a_500_and_the_engine_lives_on(
         assert response.status_code == 500
         assert "boom" not in response.text
     assert (await client.post(CHAT, json=body())).status_code == 200
+
+
+async def test_an_engine_that_cannot_even_give_up_a_step_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, ended = Worker(tiny.config(), opener=lambda _: tiny.files()), asyncio.Event()
+    ready = asyncio.Event()
+    worker.start(on_ready=ready.set, on_failure=ended.set)
+    await ready.wait()
+
+    def explode(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(worker.core.runner, "run", explode)
+    monkeypatch.setattr(worker.core, "cancel", explode)
+    with pytest.raises(RequestError, match="engine failed"):
+        await anext(worker.generate(Generation("first", tiny.tokenizer().encode("abc"), 5)))
+    await ended.wait()
+    assert worker.broken and not worker.ready
+    worker.stop()
