@@ -40,6 +40,8 @@ _FOR_ANSWERS = ("stream", "stream_options", "n", "best_of", "min_tokens", "stop"
 """What concerns the answer only, and would be wrong or in vain where but one token is made."""
 _OF_PROMPTS = ("prompt_logprobs", "echo")
 """What wants the prompt computed where the answer is."""
+_ANSWERS = ("n", "best_of")
+"""Each answer would fetch the prompt, which vLLM gives up after the first: others might read what took its place."""
 _ASKING = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -169,6 +171,8 @@ class Splits:
             return None, "numbers of the prompt wanted"
         if not _is_one(plan.body.get("prompt")):
             return None, "several prompts"
+        if any(plan.body.get(name) not in (None, 1) for name in _ANSWERS):
+            return None, "several answers"
         sides = [_side(member, self._router.uncached(asked, member)) for member in able]
         decode = _side(route.member, route.decision.uncached)  # without this request, which is counted there already
         decode = replace(decode, pending=max(0.0, decode.pending - decode.uncached), running=decode.running - 1)

@@ -131,6 +131,7 @@ class Vllm(Process):
         both = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"connectors": [handing, sharing]},
         }
         self.start(
@@ -165,8 +166,11 @@ class Vllm(Process):
         }
 
     def forget(self) -> None:
-        """It drops the blocks in its own memory; LMCache keeps its copies."""
-        httpx.post(f"{self.url}/reset_prefix_cache", timeout=30, trust_env=False).raise_for_status()
+        """It drops the blocks in its own memory, and says so with its next step; LMCache keeps its copies."""
+        with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
+            client.post("/reset_prefix_cache").raise_for_status()
+            step = {"model": NAME, "prompt": "Too short for a block.", "max_tokens": 1}
+            client.post("/v1/completions", json=step).raise_for_status()
 
     def counter(self, name: str, **labels: str) -> float:
         """The sum of a counter's samples with these labels."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -41,8 +42,17 @@ class Answer:
         return int(found[1]) if found else 0
 
     @property
+    def _bodies(self) -> list[dict[str, Any]]:
+        """The answer, or the pieces of one that was streamed."""
+        if "text/event-stream" not in self.response.headers["content-type"]:
+            return [self.response.json()]
+        lines = [line.removeprefix("data: ") for line in self.response.text.split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    @property
     def usage(self) -> dict[str, Any]:
-        return self.response.json()["usage"]
+        return self._bodies[-1].get("usage") or {}
 
     @property
     def prompt(self) -> int:
@@ -54,8 +64,9 @@ class Answer:
 
     @property
     def text(self) -> str:
-        choice = self.response.json()["choices"][0]
-        return choice["message"]["content"] if "message" in choice else choice["text"]
+        choices = [choice for body in self._bodies for choice in body["choices"]]
+        said = [choice.get("message") or choice.get("delta") or {"content": choice.get("text")} for choice in choices]
+        return "".join(piece.get("content") or "" for piece in said)
 
 
 @dataclass
@@ -109,6 +120,16 @@ class Stack:
         response = httpx.post(self.gateway.url + path, json=whole, headers=headers, timeout=300, trust_env=False)
         assert response.status_code == 200, response.text
         return Answer(response)
+
+    def chunks(self) -> int:
+        """What LMCache keeps in Redis."""
+        with self.redis.client() as client:
+            return cast(int, client.dbsize())
+
+    def redis_hits(self) -> int:
+        """Reads of Redis that found something, since it started."""
+        with self.redis.client() as client:
+            return cast(dict[str, int], client.info("stats"))["keyspace_hits"]
 
     def known(self, vllm: Vllm) -> int:
         """The blocks of a vLLM that every worker of the gateway knows of."""
