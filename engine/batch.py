@@ -76,9 +76,10 @@ class Runner:
         ids, positions = self._rows([r.token for r in rows] + padding, [r.position for r in rows] + padding)
         attend = DecodeAttention(self._pool, rows, len(padding))
         hidden = self._model.hidden(ids, positions, attend, decode=True)
-        logits = self._model.logits(hidden, decode=True).cpu()
         back = sorted(range(len(rows)), key=order.__getitem__)
-        return list(logits[back].split([1 + len(s.draft) for s in sequences]))
+        hidden[: len(rows)] = hidden[back]
+        logits = self._model.logits(hidden, decode=True)[: len(rows)].cpu()
+        return list(logits.split([1 + len(s.draft) for s in sequences]))
 
     def _rows(self, tokens: list[int], positions: range | list[int]) -> tuple[Tensor, Tensor]:
         device = self._model.device

@@ -82,6 +82,7 @@ class Llama:
         head = self.embed if spec.tied else self._get("head", spec.vocab, spec.hidden)
         self.head = packed(head)
         self.decode_head: Weight = Int8Weight(head) if int8_decode else self.head
+        self._eps = torch.full((1,), spec.norm_eps, device=device)
         self._cos, self._sin = rope_tables(spec, spec.context, device)
 
     def _get(self, name: str, *shape: int) -> Tensor:
@@ -136,9 +137,11 @@ class Llama:
         return linear(self._norm(hidden, self.norm), self.decode_head if decode else self.head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
-        return F.rms_norm(x.float(), (x.shape[-1],), None, self.spec.norm_eps).to(x.dtype) * weight
+        """Root mean square norm over the last axis, in float32 (arXiv:1910.07467); `F.rms_norm` is slower on the CPU."""
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def rope_tables(spec: ModelSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -168,4 +171,4 @@ def _stretch(frequency: Tensor, spec: ModelSpec) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each head in halves. x: [rows, heads, head_dim]; cos, sin: [rows, 1, head_dim]. Computed in float32."""
     wide = x.float()
-    return (wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
