@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--prefill-chunk", type=int, default=default.prefill_chunk, help="tokens of one prefill pass")
     top.add_argument("--kv-cache", dest="kv_bytes", type=size, default=0, help="KV pool, e.g. 1GiB (0: by free memory)")
     top.add_argument("--max-context", type=int, default=0, help="longest prompt plus answer (0: the model's own)")
-    top.add_argument("--step-tokens", type=int, default=default.step_tokens, help="token budget of one step")
+    top.add_argument("--step-tokens", type=int, default=default.step_tokens, help="prompt tokens of one step")
     top.add_argument("--max-running", type=int, default=default.max_running, help="sequences that may run at once")
     top.add_argument("--threads", type=int, default=0, help="threads of matrix products (0: all cores)")
     top.add_argument("--kv-host", dest="kv_host_bytes", type=size, default=0, help="host memory for KV, e.g. 2GiB")

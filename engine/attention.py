@@ -19,9 +19,9 @@ _SPAN = 128
 _TOGETHER = 2048  # tokens of one call: as many as stay in the cache, and the copies in buffers that are used again
 
 
-def attention_kind(pool: KVPool) -> str:
-    """How a prefill attends; part of the identity of stored KV, as it decides the last bits."""
-    return "products" if pool.device.type == "cpu" and pool.dtype == torch.bfloat16 else "fused"
+def attention_kind(device: torch.device, dtype: torch.dtype) -> str:
+    """How rows attend; part of the identity of stored KV, as it decides the last bits."""
+    return "products" if device.type == "cpu" and dtype == torch.bfloat16 else "fused"
 
 
 class PrefillAttention:
@@ -29,7 +29,7 @@ class PrefillAttention:
 
     def __init__(self, pool: KVPool, blocks: list[int], start: int, end: int) -> None:
         self._pool, self._table, self._slots = pool, pool.table([blocks], end), pool.slots(blocks, start, end)
-        self._by_products = attention_kind(pool) == "products"
+        self._by_products = attention_kind(pool.device, pool.dtype) == "products"
         seen = 0 if self._by_products else start  # by products only the chunk itself needs a mask
         mask = torch.full((end - start, end - start + seen), float("-inf"), device=pool.device, dtype=pool.dtype)
         mask.triu_(seen + 1)
@@ -95,8 +95,23 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor
 
     q: [rows, kv_heads, group, d]; keys, values: [rows, length, kv_heads, d]; mask: [rows, 1, 1, length].
     """
+    if attention_kind(q.device, q.dtype) == "products":
+        return _attend_rows_by_products(q, keys, values, mask)
     out = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2), mask)
     return out.reshape(len(q), -1)
+
+
+def _attend_rows_by_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The same as two products for all KV heads at once, where each product by itself would be too small to be fast.
+
+    A query is zero in the places of the other KV heads; of what it gathers from their values nothing is kept.
+    """
+    rows, shared, group, size = q.shape
+    own = torch.eye(shared, dtype=q.dtype, device=q.device).view(shared, 1, shared, 1)
+    wide = (q.unsqueeze(3) * own).view(rows, shared * group, shared * size)
+    scores = torch.baddbmm(mask[:, 0], wide, keys.flatten(2).transpose(1, 2), alpha=size**-0.5)
+    out = torch.bmm(torch.softmax(scores, -1), values.flatten(2)).view(rows, shared, group, shared, size)
+    return out.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(rows, -1)
 
 
 def _parts(rows: list[Row], size: int) -> list[list[Row]]:

@@ -26,7 +26,7 @@ class EngineConfig:
         kv_remote_quota: bytes that one tenant may hold in the remote tier (Redis only); 0: no limit.
         write_through_uses: prompts that must have used a block before it is stored remotely at once; 1: every block.
         max_context: longest prompt plus answer; 0 takes the model's own.
-        step_tokens: token budget of one scheduling step.
+        step_tokens: most prompt tokens that one step computes, beside the decodes.
         max_running: sequences that may run at once.
         threads: of matrix products; 0 takes all cores.
         kv_transfer: `host:port` at which other engines fetch prompts computed for them (see `pd/`), and may be told to

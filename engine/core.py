@@ -100,7 +100,7 @@ class EngineCore:
             head_size=files.spec.head_dim,
             block_size=config.block_size,
             rope=files.spec.rope(),
-            numerics=f"chunk={config.prefill_chunk} attention={attention_kind(self.pool)}"
+            numerics=f"chunk={config.prefill_chunk} attention={attention_kind(device, dtype)}"
             f" packed={packs(device, dtype)}",
         )
         stack = build_stack(config, self.layout, size)

@@ -1,6 +1,6 @@
 """Continuous batching: which tokens of which sequences the next forward passes compute.
 
-A step is all sequences that decode (one token each), then prefill chunks within a token budget. Chunks lie at fixed
+A step is all sequences that decode (one token each), and prefill chunks within a token budget. Chunks lie at fixed
 absolute positions (multiples of `chunk`), and a prefix hit is cut to such a position: so a hit and a cold run do
 exactly the same arithmetic, bit for bit. When blocks run out, the sequence served last is preempted and later
 recomputed; the first in rank always proceeds. Sequences that need a chunk which another computes in this very step
@@ -100,7 +100,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: s.rank):
             if sequence.state is State.RUNNING and not sequence.prefilling and self._room(sequence, 1):
                 step.decodes.append(sequence)
-        budget = self._step_tokens - len(step.decodes)
+        budget = self._step_tokens
         for sequence in sorted(self.running, key=lambda s: s.rank):
             if sequence.state is State.RUNNING and sequence.prefilling:
                 budget = self._prefill(sequence, step, budget)

@@ -137,7 +137,7 @@ class Llama:
         return linear(self._norm(hidden, self.norm), self.decode_head if decode else self.head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square norm over the last axis, in float32 (arXiv:1910.07467); `F.rms_norm` is slower on the CPU."""
+        """Root mean square norm over the last axis (arXiv:1910.07467), in float32; `F.rms_norm` is slower on CPUs."""
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
