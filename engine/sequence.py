@@ -31,7 +31,7 @@ class Sequence:
     `draft` is what the step in progress guesses to follow; its KV lies behind `computed` until it is verified.
 
     `chain` names the prompt's full blocks. Only prompt blocks from whole prefill chunks are ever shared: they are
-    bitwise what any other run computes, while decoded tokens' KV depends on the batch they were decoded in. After a
+    bitwise what any other run computes, while decoded tokens' KV has other last bits than a prefill's. After a
     preemption, output tokens are replayed through decode, so the result does not depend on having been preempted.
 
     `offered`: its prompt is computed for another engine. `pull`: what another engine computed of it, on its way.

@@ -6,6 +6,8 @@ without a copy; whole blocks leave and enter page-first (`export`, `load`), as t
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +26,7 @@ class KVPool:
         self.blocks, self.block_size, self.device, self.dtype = blocks, block_size, device, dtype
         self.group = spec.heads // spec.kv_heads
         self._inner = (spec.kv_heads, spec.head_dim)
-        self._kv = torch.zeros((spec.layers, 2, blocks * block_size, *self._inner), device=device, dtype=dtype)
+        self._kv = _zeros((spec.layers, 2, blocks * block_size, *self._inner), device, dtype)
 
     @staticmethod
     def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -108,3 +110,11 @@ class BlockTable:
     rows: int
     length: int
     first_slot: int | None
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only as they are written, where the system can do that."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

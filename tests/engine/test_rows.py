@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,3 +87,14 @@ def expected(pool: KVPool, row: Row, q: torch.Tensor) -> torch.Tensor:
     heads = torch.arange(SPEC.heads) // pool.group
     scores = torch.einsum("hd,lhd->hl", q.double(), keys[:, heads].double()) / SPEC.head_dim**0.5
     return torch.einsum("hl,lhd->hd", scores.softmax(-1), values[:, heads].double()).flatten()
+
+
+def test_a_fresh_pool_holds_zeros_and_takes_memory_only_as_it_is_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool = KVPool(SPEC, 1 << 15, 32, device=torch.device("cpu"), dtype=torch.float32)
+    assert process.memory_info().rss - before < 16 << 20
+    assert pool.block_bytes(SPEC, 32, torch.float32) << 15 > 128 << 20
+    keys, values = pool.read(1, pool.table([[7]], 32))
+    assert not keys.any()
+    assert not values.any()
