@@ -94,10 +94,14 @@ class Direct:
         asked = runtime.router.read_now(model, plan.body, size, salt, members)
         if asked is None or not plan.caller.usage.admit_at_once():
             return None
+        try:
+            route = runtime.router.route(asked, for_whole(members))
+        except BaseException:
+            plan.caller.usage.release(None)
+            raise
         exchange.caller, exchange.row.tenant = plan.caller, plan.caller.tenant
         self._pipeline.note(exchange, plan)
         self._pipeline.note_bypass(exchange, plan)
-        route = runtime.router.route(asked, for_whole(members))
         errand = Errand(runtime, self._pipeline, exchange, plan, runtime.relay.attempt(plan, route, "bypass"), outlet)
         errand.send()
         return errand

@@ -13,7 +13,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +37,16 @@ AWAY = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """How much there is to replay: ``tokens``: room for KV in each engine."""
+    """How much there is to replay: ``tokens``: room for KV in each engine; ``gateways``: as many before the engines,
+    each of which sees a share of every chat.
+    """
 
     chats: int = 40
     turns: int = 8
     engines: int = 4
     at_once: int = 8
     tokens: int = 32_768
+    gateways: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,14 @@ class Result:
     router: float
 
 
-def measure(server: Server, fleet: list[EngineProcess], options: Options) -> Result:
-    """One replay through a running router, over engines that hold nothing."""
+def measure(servers: list[Server], fleet: list[EngineProcess], options: Options) -> Result:
+    """One replay through running routers, over engines that hold nothing."""
     for engine in fleet:
         engine.forget()
     before = [engine.counters() for engine in fleet]
-    cpu = server.cpu_seconds()
-    url = f"http://127.0.0.1:{server.port}"
-    done = asyncio.run(replay(url, "tiny", options.chats, options.turns, options.at_once))
-    cpu = server.cpu_seconds() - cpu
+    cpu = sum(server.cpu_seconds() for server in servers)
+    done = asyncio.run(replay(_urls(servers), "tiny", options.chats, options.turns, options.at_once))
+    cpu = sum(server.cpu_seconds() for server in servers) - cpu
     rose = [
         {name: value - old.get(name, 0.0) for name, value in engine.counters().items()}
         for engine, old in zip(fleet, before, strict=True)
@@ -74,7 +76,7 @@ def measure(server: Server, fleet: list[EngineProcess], options: Options) -> Res
     return Result(done, _busiest(requests), _busiest(work), cpu / len(done.turns))
 
 
-def measure_with_a_death(server: Server, fleet: list[EngineProcess], options: Options) -> Replay:
+def measure_with_a_death(servers: list[Server], fleet: list[EngineProcess], options: Options) -> Replay:
     """A replay in whose middle an engine is killed, to come back a little later."""
     for engine in fleet:
         engine.forget()
@@ -84,19 +86,22 @@ def measure_with_a_death(server: Server, fleet: list[EngineProcess], options: Op
         await asyncio.sleep(AWAY)
         fleet[-1].start()
 
-    url = f"http://127.0.0.1:{server.port}"
-    done = asyncio.run(replay(url, "tiny", options.chats, options.turns, options.at_once, kill))
+    done = asyncio.run(replay(_urls(servers), "tiny", options.chats, options.turns, options.at_once, kill))
     fleet[-1].wait()
     return done
 
 
 @contextmanager
-def routed(folder: Path, model: Path, fleet: list[EngineProcess], name: str) -> Iterator[Server]:
-    """A gateway that routes by the run of this name (see `RUNS`)."""
+def routed(folder: Path, model: Path, fleet: list[EngineProcess], name: str, count: int = 1) -> Iterator[list[Server]]:
+    """So many gateways that route by the run of this name (see `RUNS`)."""
     policy, tells = RUNS[name]
     upstreams = [upstream(engine, f"engine-{i}", model, tells=tells) for i, engine in enumerate(fleet)]
-    with gateway(folder / name, upstreams, policy) as server:
-        yield server
+    with ExitStack() as stack:
+        yield [stack.enter_context(gateway(folder / f"{name}-{i}", upstreams, policy)) for i in range(count)]
+
+
+def _urls(servers: list[Server]) -> list[str]:
+    return [f"http://127.0.0.1:{server.port}" for server in servers]
 
 
 def _busiest(loads: list[float]) -> float:
@@ -107,14 +112,14 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(prog="bench_routing", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="part", help="replay, overhead (default: both)")
-    for name in ("chats", "turns", "engines", "at_once", "tokens"):
+    for name in ("chats", "turns", "engines", "at_once", "tokens", "gateways"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Options, name))
     parser.add_argument("--only", default=",".join(RUNS), help="of these runs")
     parser.add_argument("--sglang-router", type=Path, metavar="VENV", help="replay through it as well")
     given = parser.parse_args()
     if unknown := {*given.parts} - {"replay", "overhead"} | {*given.only.split(",")} - RUNS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    options = Options(given.chats, given.turns, given.engines, given.at_once, given.tokens)
+    options = Options(given.chats, given.turns, given.engines, given.at_once, given.tokens, given.gateways)
     print(f"\nLoad of the machine before the first run: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
     with tempfile.TemporaryDirectory() as folder:
         if not given.parts or "replay" in given.parts:
@@ -126,7 +131,10 @@ def main() -> None:
 
 def _replays(folder: Path, options: Options, names: list[str], sglang: Path | None) -> None:
     model, kv = write_model(folder), options.tokens * KV_BYTES
-    print(f"\n{options.chats} chats of {options.turns} turns, {options.at_once} requests at once.\n")
+    print(
+        f"\n{options.chats} chats of {options.turns} turns, {options.at_once} requests at once, "
+        f"gateways: {options.gateways}.\n"
+    )
     print(
         "| engines and policy | reuse | of one engine's | requests, max/mean | work, max/mean | router CPU ms/request |"
     )
@@ -134,17 +142,17 @@ def _replays(folder: Path, options: Options, names: list[str], sglang: Path | No
     with engines(model, 1, kv * options.engines) as (whole,):
         one = {"name": "engine", "url": whole.url, "models": [model.name]}
         with gateway(folder / "whole", [one], "prefix") as server:
-            best = measure(server, [whole], options)
+            best = measure([server], [whole], options)
     _row("one with all the memory", best, best)
     with engines(model, options.engines, kv) as fleet:
         for name in names:
-            with routed(folder, model, fleet, name) as server:
-                _row(f"{options.engines}, {name}", measure(server, fleet, options), best)
+            with routed(folder, model, fleet, name, options.gateways) as servers:
+                _row(f"{options.engines}, {name}", measure(servers, fleet, options), best)
         if sglang is not None:
             with sglang_router(sglang, [engine.url for engine in fleet]) as server:
-                _row(f"{options.engines}, sglang-router cache_aware", measure(server, fleet, options), best)
-        with routed(folder / "killed", model, fleet, "exact") as server:
-            killed = measure_with_a_death(server, fleet, options)
+                _row(f"{options.engines}, sglang-router cache_aware", measure([server], fleet, options), best)
+        with routed(folder / "killed", model, fleet, "exact", options.gateways) as servers:
+            killed = measure_with_a_death(servers, fleet, options)
     ends = ", ".join(f"{killed.ended(end)} {end}" for end in ("ok", "lost", "broken"))
     quarters = ", ".join(f"{killed.quarter(number):.3f}" for number in range(4))
     print(f"\nOne of {options.engines} killed in the middle: {ends}; reuse by quarter {quarters}.")

@@ -33,7 +33,7 @@ class EngineProcess:
             "--block-size": BLOCK,
             "--prefill-chunk": BLOCK,
             "--threads": 1,
-            "--kv-events": f"tcp://127.0.0.1:{self.live}",
+            "--kv-events": f"tcp://*:{self.live}",  # bound, so that any number of gateways can listen
             "--kv-events-replay": f"tcp://127.0.0.1:{self.replay}",
             "--log-level": "error",
         }
@@ -116,7 +116,7 @@ def gateway(
 def upstream(engine: EngineProcess, name: str, model: Path, *, tells: bool) -> dict[str, Any]:
     """The configuration of an engine as an upstream; ``tells``: its KV events are heard."""
     told = {
-        "kv_events": {"bind": f"tcp://127.0.0.1:{engine.live}", "replay": f"tcp://127.0.0.1:{engine.replay}"},
+        "kv_events": {"connect": f"tcp://127.0.0.1:{engine.live}", "replay": f"tcp://127.0.0.1:{engine.replay}"},
         "tokenizer": str(model),
     }
     return {"name": name, "url": engine.url, "models": [model.name], **(told if tells else {})}

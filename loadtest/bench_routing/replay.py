@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import httpx
@@ -57,26 +58,26 @@ def reuse(turns: list[Turn]) -> float:
 
 
 async def replay(
-    url: str,
+    urls: Sequence[str],
     model: str,
     chats: int,
     turns: int,
     at_once: int,
     midway: Callable[[], Awaitable[None]] | None = None,
 ) -> Replay:
-    """Drives so many chats, ``at_once`` requests at a time; the same questions each time it is called. ``midway`` is
-    called beside them when half of the turns are over.
+    """Drives so many chats, ``at_once`` requests at a time, each over any of the ``urls``; the same questions each time
+    it is called. ``midway`` is called beside them when half of the turns are over.
     """
     result, gate = Replay(), asyncio.Semaphore(at_once)
     halfway = asyncio.Event()
     began = time.monotonic()
 
-    async def one(client: httpx.AsyncClient, number: int) -> None:
+    async def one(clients: list[httpx.AsyncClient], number: int) -> None:
         rng, chat = random.Random(number), Chat(random.Random(1000 + number), turns)
         while not chat.over:
             body = chat.body(model) | {"temperature": 0, "max_tokens": ANSWER, "ignore_eos": True}
             async with gate:
-                told = await ask(client, body)
+                told = await ask(rng.choice(clients), body)
             chat.answered(told.said)
             result.turns.append(_turn(told))
             if len(result.turns) * 2 >= chats * turns:
@@ -89,8 +90,10 @@ async def replay(
             await midway()
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False, limits=limits) as client:
-        await asyncio.gather(mischief(), *(one(client, number) for number in range(chats)))
+    async with AsyncExitStack() as stack:
+        made = [httpx.AsyncClient(base_url=url, timeout=300, trust_env=False, limits=limits) for url in urls]
+        clients = [await stack.enter_async_context(client) for client in made]
+        await asyncio.gather(mischief(), *(one(clients, number) for number in range(chats)))
     result.seconds = time.monotonic() - began
     return result
 

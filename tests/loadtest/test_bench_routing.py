@@ -29,8 +29,8 @@ def fleet(model: Path) -> Iterator[list[EngineProcess]]:
 
 
 def replayed(name: str, folder: Path, model: Path, fleet: list[EngineProcess]) -> Result:
-    with routed(folder, model, fleet, name) as server:
-        return measure(server, fleet, OPTIONS)
+    with routed(folder, model, fleet, name) as servers:
+        return measure(servers, fleet, OPTIONS)
 
 
 def test_routing_by_prefix_reuses_more_than_taking_turns_and_loses_no_balance(
@@ -44,8 +44,8 @@ def test_routing_by_prefix_reuses_more_than_taking_turns_and_loses_no_balance(
 
 
 def test_no_request_is_lost_when_an_engine_is_killed(tmp_path: Path, model: Path, fleet: list[EngineProcess]) -> None:
-    with routed(tmp_path, model, fleet, "exact") as server:
-        replay = measure_with_a_death(server, fleet, OPTIONS)
+    with routed(tmp_path, model, fleet, "exact") as servers:
+        replay = measure_with_a_death(servers, fleet, OPTIONS)
     assert replay.ended("lost") == 0
     assert replay.ended("ok") >= OPTIONS.chats * OPTIONS.turns - OPTIONS.at_once
     assert replay.quarter(3) > replay.quarter(0)
