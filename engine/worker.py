@@ -128,6 +128,8 @@ class Worker:
             while not self._stopping:
                 self._turn()
         except Exception:
+            if self._loop.is_closed():  # the process ends in the middle of a step
+                return
             log.exception("the engine cannot go on; a new process can")
             self._loop.call_soon_threadsafe(self._break_down)
             return

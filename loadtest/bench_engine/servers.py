@@ -62,7 +62,7 @@ class Server:
     async def rested(self) -> None:
         """Waits until the server does nothing more, such as copying blocks to lower tiers behind an answer."""
         quiet = 0
-        while quiet < 3:
+        while quiet < 10:  # a busy machine leaves a server without the processor for a while
             before = self.cpu()
             await asyncio.sleep(0.3)
             quiet = quiet + 1 if self.cpu() - before < 0.02 else 0
