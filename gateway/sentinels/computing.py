@@ -124,7 +124,7 @@ class Computing:
         if self._elders:
             asked, before = self._elders[0]
             elder = await self._ask(aside, ONE, asked, spent)
-        lights += self._on_tiers(again, elder)
+        lights += self._on_tiers(again, elder, before)
         lights.append(self._template(first.prompt, elder.prompt if elder is not None else None, before, telling))
         self._elders.append((body, first.prompt))
         if len(self._elders) > ELDERS:
@@ -167,15 +167,19 @@ class Computing:
         cause = "it, or a proxy before it, takes no notice of cache_salt: timing tells tenants of each other's prompts"
         return red(name, cause, "upstreams[].cache_salt", self._name)
 
-    def _on_tiers(self, again: Usage, elder: Usage | None) -> list[Light]:
-        """A lower tier is looked into only for what the ones above have not: by the oldest canary."""
+    def _on_tiers(self, again: Usage, elder: Usage | None, before: int) -> list[Light]:
+        """A lower tier is looked into only for what the ones above have not: by the oldest canary, of ``before``
+        tokens, of which the nearest may still have the beginning.
+        """
         lights: list[Light] = []
-        lost = elder is not None and elder.cached == 0
+        lost = elder is not None and elder.cached is not None and 2 * elder.cached < before
         for tier in sorted(self._tiers):
             if again.tiers.get(tier) or (elder is not None and elder.tiers.get(tier)):
                 lights.append(green("tier", self._name, tier))
             elif lost and not again.tiers.get(tier) and tier != "device":
-                cause = f"a prompt of {len(self._elders)} rounds ago is on no tier any more: too small, or it fails"
+                cause = (
+                    f"a prompt of {len(self._elders)} rounds ago is mostly on no tier any more: too small, or it fails"
+                )
                 lights.append(red("tier", cause, "engine.kv_cache", self._name, tier))
             else:
                 lights.append(grey("tier", "all was found on a nearer tier", "", self._name, tier))
