@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from asyncio import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache.response.entry import BadEntry, Entry
 from gateway.dialects import DIALECTS
@@ -33,8 +34,7 @@ class Caught:
     request_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """A lookup in the shared store under way: for which repeat, and since when (monotonic seconds)."""
 
     slot: Remembered
@@ -72,26 +72,22 @@ class Shortcut:
         if plan.may_recall and not steered:
             self._memo.put(scope_of(request, plan.dialect.name, plan.dialect.vary, plan.caller), request.body, plan)
 
-    def answer(self, caught: Caught, body: bytes) -> bytes | None:
-        """Headers and body of the answer to a repeat, if memory holds a fresh one; None leaves it to `look_up` or the
-        full path.
+    def answer(self, caught: Caught, body: bytes) -> bytes | Lookup | None:
+        """Headers and body of the answer to a repeat, if memory holds a fresh one; if it holds none, a lookup in the
+        shared store, to be given to `conclude`; None leaves the request to the full path.
         """
         slot = self._memo.get(caught.scope, body)
-        entry = self._runtime.recall.in_memory(slot.plan.identity) if slot is not None else None
-        if slot is None or entry is None:
+        if slot is None:
             return None
-        return self._serve(caught, slot, entry, self._runtime.clock.monotonic())
-
-    def look_up(self, caught: Caught, body: bytes) -> Lookup | None:
-        """Asks the shared store for the answer to a repeat; None leaves the request to the full path."""
-        slot = self._memo.get(caught.scope, body)
-        if slot is None or self._runtime.recall.in_memory(slot.plan.identity) is not None:
-            return None  # what memory holds is not fresh, or may not be served to this caller
-        call = self._runtime.recall.begin(slot.plan.identity)
-        return Lookup(slot, call, self._runtime.clock.monotonic()) if call is not None else None
+        runtime, identity = self._runtime, slot.plan.identity
+        entry = runtime.recall.in_memory(identity)
+        if entry is not None:  # if it is not fresh, or not for this caller, no lookup helps
+            return self._serve(caught, slot, entry, runtime.clock.monotonic())
+        call = runtime.recall.begin(identity)
+        return Lookup(slot, call, runtime.clock.monotonic()) if call is not None else None
 
     def conclude(self, caught: Caught, lookup: Lookup) -> bytes | None:
-        """Like `answer`, of a lookup that is done."""
+        """Headers and body of what a lookup has found that is done; None leaves the request to the full path."""
         runtime, slot = self._runtime, lookup.slot
         read = runtime.recall.end(slot.plan.identity, lookup.call, runtime.clock.time(), slot.read)
         if runtime.memory is None:

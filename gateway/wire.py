@@ -104,17 +104,16 @@ class WireProtocol(HttpToolsProtocol):
         body = data[head.length :]
         try:
             answer = self._shortcut.answer(head.caught, body)
-            lookup = self._shortcut.look_up(head.caught, body) if answer is None else None
         except Exception:
             log.exception("the short path failed; the full path answers")
-            answer = lookup = None
-        if answer is not None:
-            self._respond(answer)
-        elif lookup is not None:
-            self._waiting = []
-            lookup.call.add_done_callback(lambda _: self._looked_up(head, data, lookup))
-        else:
+            answer = None
+        if answer is None:
             self._enter(head, body)
+        elif isinstance(answer, bytes):
+            self._respond(answer)
+        else:
+            self._waiting, lookup = [], answer
+            lookup.call.add_done_callback(lambda _: self._looked_up(head, data, lookup))
 
     def _looked_up(self, head: Head, data: bytes, lookup: Lookup) -> None:
         """The shared store has answered, or failed; whatever came meanwhile is a further request, or an early end."""

@@ -39,6 +39,11 @@ class SharedStore(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a `get` fails by itself; infinite where nobody sees to that."""
+        ...
+
     async def open(self) -> None:
         """Get ready. Never raises for a store that is down: the calls will."""
         ...

@@ -162,13 +162,14 @@ class GuardedStore:
 
         Give it to `end_get` when it is done (say, in its callback), whatever became of it.
         """
-        return self._begin("get", lambda: self.store.get(key), self._deadlines)
+        deadlines = self._deadlines if self.store.timeout > self.breaker.deadline else None
+        return self._begin("get", lambda: self.store.get(key), deadlines)
 
     def end_get(self, call: Future[bytes | None]) -> bytes | None:
         """What a done lookup found, counted; None for any failure."""
         return self._end("get", call)
 
-    def _begin(self, op: str, start: Callable[[], Awaitable[T]], deadlines: Deadlines) -> Future[T] | None:
+    def _begin(self, op: str, start: Callable[[], Awaitable[T]], deadlines: Deadlines | None) -> Future[T] | None:
         if not self.breaker.allow():
             self.counters[op]["skipped"] += 1
             return None
@@ -178,7 +179,8 @@ class GuardedStore:
             call = asyncio.get_running_loop().create_future()
             call.set_exception(error)
             return call
-        deadlines.watch(call)
+        if deadlines is not None:
+            deadlines.watch(call)
         return call
 
     async def _finished(self, op: str, call: Future[T] | None) -> T | None:

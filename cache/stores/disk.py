@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from asyncio import AbstractEventLoop, Future
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class DiskStore:
     """
 
     name = "disk"
+    timeout = math.inf
 
     def __init__(self, path: str | Path, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._table = Table(Path(path), max_bytes, clock)

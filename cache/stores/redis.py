@@ -51,6 +51,7 @@ class RedisStore:
         self, url: str, prefix: str = "wg", timeout: float = 0.05, clock: Callable[[], float] = time.time
     ) -> None:
         self.client = Client(url, timeout)
+        self.timeout = timeout
         self.leases = Leases(self.client, prefix)
         self.quotas = Quotas(self.client, prefix)
         self._entry = f"{prefix}:r:".encode()

@@ -13,6 +13,7 @@ from cache.stores.breaker import GuardedStore
 from gateway.runtime import Runtime
 from gateway.sentinels.aside import ONE, OTHER, Aside, Told
 from gateway.sentinels.lights import Light, green, grey, red
+from gateway.shortcut import Lookup
 
 _NOT_STORED = re.compile(r'detail="not stored: (.*)"')
 _SETTINGS = {"too large to keep": "cache.max_entry", "finish": "cache.store_finish"}
@@ -105,6 +106,9 @@ class Keeping:
             request = aside.request(tenant, asked)
             caught = aside.shortcut.understand(request)
             short = aside.shortcut.answer(caught, request.body) if caught is not None else None
+            if caught is not None and isinstance(short, Lookup):
+                await asyncio.wait([short.call])
+                short = aside.shortcut.conclude(caught, short)
             if short is not None or (await aside.ask(tenant, asked)).said == first.said:
                 found.append(name)
 

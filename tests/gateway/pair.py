@@ -83,7 +83,7 @@ class Side:
 
         def looked(*arguments: Any) -> bytes | None:
             found = look(*arguments)
-            self.short += found is not None
+            self.short += isinstance(found, bytes)
             return found
 
         pipeline.answer = entered  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from asyncio import Future
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,6 +23,7 @@ class FakeStore:
     """A store whose every call does what `act` says: raises, returns, or waits for ever."""
 
     name = "fake"
+    timeout = math.inf
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.act = act

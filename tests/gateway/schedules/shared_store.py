@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ class SimulatedStore(RedisStore, Leases):
         self._failing = failing
         self._on_failure = on_failure
         self.dead = False
+        self.timeout = math.inf
         self.leases = self
         self.quotas: Any = None
 
