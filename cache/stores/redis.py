@@ -71,7 +71,9 @@ class RedisStore:
             missing: Future[bytes | None] = asyncio.get_running_loop().create_future()
             missing.set_result(None)
             return missing
-        return self.client.execute(b"GET", self._entry + check_key(key).hex().encode(), parse=_bytes_or_none)
+        name = self._entry + check_key(key).hex().encode()
+        command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
+        return self.client.execute_packed(command, _bytes_or_none)
 
     def set(self, key: bytes, value: bytes, ttl: float) -> Future[None]:
         name = self._entry + check_key(key).hex().encode()

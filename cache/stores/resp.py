@@ -242,11 +242,14 @@ class Client:
 
     def execute(self, *command: Argument, parse: Callable[[Reply], T] | None = None) -> Future[T]:
         """The future reply of `command`, after `parse`. Fails with StoreError; may be cancelled."""
+        return self.execute_packed(pack(command), parse)
+
+    def execute_packed(self, packed: bytes, parse: Callable[[Reply], T] | None) -> Future[T]:
+        """The same of a command in its form on the wire."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._start(loop)
-        future = loop.create_future()
-        packed = pack(command)
+        future: Future[T] = loop.create_future()
         if self._connection is not None:
             self._connection.submit(packed, future, parse)
         elif self._down is not None:

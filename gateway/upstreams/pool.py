@@ -39,7 +39,7 @@ class Member:
         host, secure = url.hostname or "", url.scheme == "https"
         self.config = config
         self.name = config.name
-        self.slot = -1  # in the prefix index; the router gives it
+        self.slot, self.bit = -1, 0  # in the prefix index; the router gives it
         self.in_flight = 0
         self.elsewhere = 0
         self.kv_use = 0.0

@@ -30,7 +30,7 @@ FETCH = (0.0, 0.05, 0.3)
 """What a token costs to fetch from device, host and remote memory, as a share of what it costs to compute."""
 MANY = 16
 """Upstreams that are all looked at for every request. Of more, `HOLDERS` who hold most and `SAMPLE` others are."""
-HOLDERS, SAMPLE = 8, 8
+HOLDERS, SAMPLE = 4, 4
 _LEAST_MEASURED = 256
 """Prompt tokens below which the time to the first token says little of the prefill rate."""
 
@@ -173,6 +173,8 @@ class Router:
             self.index.free(name)
         for member in members:
             member.slot = self.index.slot(member.name)
+            member.bit = 1 << member.slot
+        self._by_slot = {member.slot: member for member in members}
         self._share = MAX_CHUNKS // max(1, len(members))
 
     def now(self) -> float:
@@ -250,13 +252,21 @@ class Router:
 
     def _found(self, asked: Asked, members: Sequence[Member], prompt: int) -> list[_Found]:
         """What is known of who holds the prompt: of those who tell by its blocks, of the others by its chunks."""
-        guess = asked.chunks, prompt * CHUNK / max(1, asked.size)
-        chains: dict[int, tuple[Sequence[int], float, int]] = {}
+        among: dict[int, int] = {}
+        chains: dict[int, tuple[Sequence[int], float]] = {}
+        told, guessed = asked.blocks.get, 0
         for member in members:
-            chain_, each = asked.blocks.get(member.name, guess)
-            bits = chains[id(chain_)][2] if id(chain_) in chains else 0
-            chains[id(chain_)] = chain_, each, bits | 1 << member.slot
-        return [(self.index.holders(chain_, bits), each) for chain_, each, bits in chains.values() if chain_]
+            chain_ = told(member.name)
+            if chain_ is None:
+                guessed |= member.bit
+            elif (key := id(chain_[0])) in among:
+                among[key] |= member.bit
+            else:
+                among[key], chains[key] = member.bit, chain_
+        found = [(self.index.holders(chain_, among[key]), each) for key, (chain_, each) in chains.items() if chain_]
+        if guessed and asked.chunks:
+            found.append((self.index.holders(asked.chunks, guessed), prompt * CHUNK / max(1, asked.size)))
+        return found
 
     def _few(self, found: list[_Found], session: int, members: Sequence[Member]) -> Sequence[Member]:
         """Of many, those to decide among: who holds most, else the session's own, and some at random, which makes for
@@ -264,7 +274,7 @@ class Router:
         """
         if self._routing.policy != "prefix":
             return members
-        all_ = {member.slot: member for member in members}
+        all_ = self._by_slot if len(members) == len(self._by_slot) else {member.slot: member for member in members}
         few = {slot: all_[slot] for tiers, _ in found if tiers for slot in deepest(tiers[-1], HOLDERS)}
         if not few and session:
             own = members[home_of([member.engine for member in members], session)]

@@ -23,9 +23,9 @@ async def measure(
     async with httpx.AsyncClient(timeout=900) as client:
 
         async def ask(server: Server, length: int, round_: int) -> None:
-            await server.rested()  # what is used a second time is copied down behind the answer
             wall, cpu, tier = await server.first_token(client, words(length + TAIL, length * 1000 + round_))
             samples[length, tier].add(wall, cpu)
+            await server.rested()  # what is used a second time is copied down behind the answer
             say(f"{length} {tier} {wall:.3f} s, {cpu:.2f} of a processor")
 
         for below in [["--kv-remote", remote] for remote in remotes] or [[]]:
@@ -36,7 +36,6 @@ async def measure(
                     await ask(server, length, round_)  # from the device
                     await client.post(f"{server.url}/reset_prefix_cache")
                     await ask(server, length, round_)  # from the host
-                await server.rested()
             if not below:
                 continue
             with engine(*flags, *below) as server:
