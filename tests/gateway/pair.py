@@ -81,7 +81,7 @@ class Side:
             self.direct += errand is not None
             return errand
 
-        def looked(*arguments: Any) -> bytes | None:
+        def looked(*arguments: Any) -> Any:
             found = look(*arguments)
             self.short += isinstance(found, bytes)
             return found
