@@ -166,7 +166,9 @@ class TestLeaving:
             async with one.streaming(STREAMED) as response:
                 await anext(response.aiter_raw())
                 other = asyncio.create_task(two.gateway.chat(STREAMED))
-                await asyncio.sleep(0.15)
+                flights = two.gateway.app.runtime.flights
+                while not any(flight.opened for flight in flights.values()):
+                    await asyncio.sleep(0.01)
             assert text(await other) == WORDS
             assert (u.n, u.closed_by_peer) == (1, [])
 
