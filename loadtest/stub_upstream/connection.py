@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import httptools
 
 from loadtest.stub_upstream.call import Call
-from loadtest.stub_upstream.reply import Delay, Wire
+from loadtest.stub_upstream.reply import Wire
 
 
 class Stub(Protocol):
@@ -115,14 +115,14 @@ class Connection(asyncio.Protocol):
 
     async def _send(self, wire: Wire, call: Call) -> None:
         """Write a reply, to the end that it is meant to have. Cancelled when the connection is lost."""
-        if wire.delay:
-            await asyncio.sleep(wire.delay)
+        for pause in wire.before:
+            await pause.wait()
         chunked = wire.framing == "chunked"
         pending = [] if wire.framing == "raw" else [_head(wire)]  # leaves with the first bytes of the body
         for step in wire.steps:
-            if isinstance(step, Delay):
+            if not isinstance(step, bytes):
                 self._flush(pending)
-                await asyncio.sleep(step.seconds)
+                await step.wait()
                 continue
             pending += (b"%x\r\n" % len(step), step, b"\r\n") if chunked else (step,)
             call.writes.append(time.monotonic())

@@ -5,8 +5,10 @@ A reply is made by a function of `script` and changed by its methods, which appl
     answer().encoded("gzip")                         events(b": wait\\n\\n", delta(content="A"), "[DONE]")
     answer().cut(after=3, then="reset")              answer(deltas=["你好🙂"]).regroup(every=1)
     error(503).header("retry-after", "1")            answer().delayed(5)      answer().pause(before=0, seconds=5)
+    answer().held(gate)                              answer(deltas=["A", "B"]).held(gate, before=2)
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,6 +29,12 @@ class Delay:
 
     seconds: float
 
+    async def wait(self) -> None:
+        await asyncio.sleep(self.seconds)
+
+
+Pause = Delay | asyncio.Event  # an event: until it is set
+
 
 @dataclass
 class Wire:
@@ -34,10 +42,10 @@ class Wire:
 
     status: int
     headers: list[tuple[str, str]]
-    steps: list[bytes | Delay]
+    steps: list[bytes | Pause]
     framing: Framing
     length: int | None = None  # announced Content-Length, where it is not that of the steps
-    delay: float = 0.0  # seconds before the head
+    before: list[Pause] = field(default_factory=list[Pause])  # before the head
     ending: Ending = "end"
 
     @property
@@ -93,9 +101,16 @@ class Reply:
 
     def delayed(self, seconds: float) -> "Reply":
         """Wait before the head."""
+        return self._with(lambda wire: wire.before.append(Delay(seconds)))
+
+    def held(self, gate: asyncio.Event, before: int | None = None) -> "Reply":
+        """Wait until the gate is set: before the head, or before the body's step number `before`."""
 
         def change(wire: Wire) -> None:
-            wire.delay = seconds
+            if before is None:
+                wire.before.append(gate)
+            else:
+                wire.steps.insert(_place(wire, before), gate)
 
         return self._with(change)
 
@@ -154,7 +169,7 @@ class Reply:
 
         def change(wire: Wire) -> None:
             compress, flush, finish = compressor(coding)
-            coded = [s if isinstance(s, Delay) else compress(s) + flush() for s in wire.steps]
+            coded = [compress(s) + flush() if isinstance(s, bytes) else s for s in wire.steps]
             last = finish()
             if coded and isinstance(coded[-1], bytes):
                 coded[-1] += last

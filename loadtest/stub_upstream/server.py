@@ -11,6 +11,7 @@ from loadtest.stub_upstream.connection import Connection
 from loadtest.stub_upstream.reply import Reply, Wire
 from loadtest.stub_upstream.script import answer, error, json_body
 
+PATIENCE = 20.0  # seconds for what must come about; only a fault takes so long
 Script = Reply | Callable[[Call], Reply]
 
 
@@ -104,19 +105,19 @@ class StubUpstream:
         """Answer every request for this path like this, GETs included."""
         self._by_path[path] = script
 
-    async def wait_calls(self, n: int, timeout: float = 5.0) -> None:
+    async def wait_calls(self, n: int, timeout: float = PATIENCE) -> None:
         """Wait until `n` calls have come. Raises TimeoutError."""
         async with asyncio.timeout(timeout):
             while self.n < n:
                 await self._change()
 
-    async def wait_idle(self, timeout: float = 5.0) -> None:
+    async def wait_idle(self, timeout: float = PATIENCE) -> None:
         """Wait until no call is being answered. Raises TimeoutError."""
         async with asyncio.timeout(timeout):
             while self.running:
                 await self._change()
 
-    async def wait_closed(self, call: Call, timeout: float = 1.0) -> None:
+    async def wait_closed(self, call: Call, timeout: float = PATIENCE) -> None:
         """Wait until the client has closed the connection of a call that is being answered. Raises TimeoutError."""
         async with asyncio.timeout(timeout):
             await call.closed_by_peer.wait()

@@ -6,7 +6,6 @@ and whether the short path is in front. The oracle is the upstream's call count 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import uuid
@@ -27,6 +26,7 @@ from loadtest.stub_upstream import StubUpstream
 from tests.field.reading import ASKS, json_events, text_of, text_of_stream
 from tests.harness import FakeClock, Running, running_gateway, upstream
 from tests.services import RedisServer, redis_server
+from tests.waiting import until
 
 CHAT, B = ASKS["chat"]
 WORLDS = [f"{store}-{path}" for store in ("memory", "disk", "redis") for path in ("wire", "full")]
@@ -148,9 +148,10 @@ class Bench:
     async def at_rest(self) -> None:
         """Waits until nothing is under way: no flight, no upstream call, no admitted caller."""
         runtime = self.gateway.app.runtime
-        async with asyncio.timeout(5):
-            while runtime.flights or any(member.in_flight for member in runtime.pool.members):
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: not runtime.flights and not any(member.in_flight for member in runtime.pool.members),
+            "nothing is under way",
+        )
         await runtime.keeper.drain()
 
     async def miss(

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cache.response.shared_flights import SharedFlights
 from cache.stores.leases import Leases, Told
 from cache.stores.redis import RedisStore
 from gateway.reading import Head
@@ -20,37 +21,72 @@ from loadtest.stub_upstream import Reply, answer
 from tests.field.conftest import B, Bench
 from tests.field.reading import text_of, text_of_stream
 from tests.gateway.conftest import Start
+from tests.waiting import until
 
 STREAMED = B | {"stream": True}
-LEASE = 0.6
+LEASE = 60.0
+"""Seconds; longer than any test, so that only the tests that are about it see one run out."""
 
 Gateway = Callable[..., AbstractAsyncContextManager[Bench]]
 
 
 @pytest.fixture
 def gateway(start: Start, redis_cache: dict[str, Any]) -> Gateway:
-    """Starts a gateway over the shared Redis; its leases are short."""
+    """Starts a gateway over the shared Redis: ``gateway(lease=…, cache={…}, timeout=…)``, the rest for `cache.redis`;
+    ``lease`` is also its patience with a Redis that is gone.
+    """
 
     @contextlib.asynccontextmanager
-    async def begin(**redis: Any) -> AsyncIterator[Bench]:
-        async with start(cache={"redis": redis_cache | redis}) as bench:
-            shared = bench.gateway.app.runtime.shared_flights
-            assert shared is not None
-            shared.lease, shared.renew = LEASE, 0.1
+    async def begin(*, lease: float = LEASE, cache: dict[str, Any] | None = None, **redis: Any) -> AsyncIterator[Bench]:
+        async with start(cache={"redis": redis_cache | redis, **(cache or {})}) as bench:
+            shared = shared_flights(bench)
+            shared.lease, shared.renew = lease, 0.1
             yield bench
 
     return begin
 
 
-def slow(seconds: float = 0.5) -> Reply:
-    return answer().delayed(seconds)
+def shared_flights(bench: Bench) -> SharedFlights:
+    shared = bench.gateway.app.runtime.shared_flights
+    assert shared is not None
+    return shared
 
 
-def paced(count: int = 10, seconds: float = 0.08) -> Reply:
-    return answer(deltas=[f"w{n} " for n in range(count)]).paced(seconds)
+async def following(*benches: Bench) -> None:
+    """Waits until each of these gateways follows a leader elsewhere."""
+    for bench in benches:
+        heard = shared_flights(bench).store.counters["hear"]
+        await until(lambda heard=heard: heard["ok"], "a gateway follows another")
 
 
-WORDS = "".join(f"w{n} " for n in range(10))
+async def left(bench: Bench) -> None:
+    """Waits until this gateway follows no more."""
+    counted = shared_flights(bench).store.counters["leave"]
+    await until(lambda: counted["ok"], "a gateway has left the flight of another")
+
+
+async def joined(bench: Bench, count: int) -> None:
+    """Waits until so many share a flight here; at a gateway that leads, its telling the others is one of them."""
+    flights = bench.gateway.app.runtime.flights
+    await until(lambda: [flight.followers for flight in flights.values()] == [count], f"{count} share a flight")
+
+
+async def opened(bench: Bench) -> None:
+    """Waits until the first of an answer has come through to the callers here."""
+    flights = bench.gateway.app.runtime.flights
+    await until(lambda: any(flight.opened for flight in flights.values()), "an answer has begun")
+
+
+def words(count: int) -> str:
+    return "".join(f"w{n} " for n in range(count))
+
+
+def spoken(gate: asyncio.Event, said: int, count: int = 10) -> Reply:
+    """Of so many words, all but the first few are held until the gate is set."""
+    return answer(deltas=[f"w{n} " for n in range(count)]).held(gate, before=1 + said)
+
+
+WORDS = words(10)
 
 
 def collapsed(response: httpx.Response) -> bool:
@@ -79,7 +115,7 @@ class Leader:
 
     async def tell(self, kind: bytes, data: bytes) -> None:
         self._told += 1
-        await self._leases.tell(self._name, self._token, Told(self._told, kind, data), 10)
+        await self._leases.tell(self._name, self._token, Told(self._told, kind, data), LEASE)
 
     async def head(self, *, stream: bool) -> None:
         await self.tell(b"h", _packed(Head(200, [], "elsewhere", stream, not stream), time.time()))
@@ -87,17 +123,16 @@ class Leader:
     async def end(self, *, stored: float = 0) -> None:
         await self._leases.end(self._name, self._token, anyway=True, stored=stored)
 
-    async def keep(self) -> None:
-        while True:
-            await self._leases.renew(self._name, self._token, LEASE, 10)
-            await asyncio.sleep(LEASE / 4)
+    async def die(self) -> None:
+        """Its lease runs out at once."""
+        await self._leases.renew(self._name, self._token, 0.01, LEASE)
 
 
 @contextlib.asynccontextmanager
 async def leader_elsewhere(bench: Bench, redis_cache: dict[str, Any]) -> AsyncIterator[Leader]:
-    """Leads the flight for `B`, for as long as its lease lasts."""
+    """Leads the flight for `B` until it is told to end or to die."""
     explained = (await bench.gateway.client.post("/admin/explain", json=B)).json()
-    store = RedisStore(redis_cache["url"], redis_cache["prefix"], timeout=1)
+    store = RedisStore(redis_cache["url"], redis_cache["prefix"], timeout=5)
     await store.open()
     name, token = explained["fingerprint"].encode(), b"elsewhere"
     assert await store.leases.board(name, token, LEASE) == token

@@ -150,6 +150,20 @@ async def test_delays(u: StubUpstream, http: httpx.AsyncClient) -> None:
     assert min(gaps) >= 0.025
 
 
+async def test_what_is_held_comes_when_the_gate_is_set(u: StubUpstream, wire: Socket) -> None:
+    head, rest = asyncio.Event(), asyncio.Event()
+    u.reply(answer(deltas=["a", "b"]).held(head).held(rest, before=2))
+    reader = await wire.post(STREAM)
+    await u.wait_calls(1)
+    assert u.calls[0].writes == []
+    head.set()
+    assert b'"a"' in await reader.readuntil(b'"a"')
+    assert (len(u.calls[0].writes), u.running) == (2, 1)
+    rest.set()
+    assert b'"b"' in await reader.readuntil(b"0\r\n\r\n")
+    await u.wait_idle()
+
+
 async def test_swapped_step(u: StubUpstream, http: httpx.AsyncClient) -> None:
     u.reply(answer(deltas=["a", "b", "c"]).swap(2, b"data: {broken\n\n"))
     assert data_lines((await http.post(URL, json=STREAM)).text)[2] == "{broken"
