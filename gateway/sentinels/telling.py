@@ -78,11 +78,11 @@ class Telling:
         first blocks may be those of the template.
         """
         name = self._member.name
-        tokens, blocks = await self._exact.read(PATH, self._body, salt, [self._member])
+        tokens, told = await self._exact.read(PATH, self._body, salt, [self._member])
         self.tokens = tokens or self.tokens
-        if name not in blocks or name not in self._index.names():
+        if not told or name not in self._index.names():
             return False
-        chain, slot = blocks[name][0], self._index.slot(name)
+        chain, slot = told[0].chain, self._index.slot(name)
         return self._index.match(chain, [slot]).get(slot, (0,))[-1] * 2 >= max(2, len(chain))
 
     def _counts(self) -> dict[str, int] | None:

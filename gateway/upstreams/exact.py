@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.upstreams.prefix_index import TIERS, PrefixIndex
 
@@ -28,8 +28,16 @@ MAX_BLOCKS = 2_000_000
 PATIENCE = 0.1
 """Seconds that a request waits for its tokens; what takes longer is routed by its text, and remembered."""
 
-Blocks = dict[str, tuple[Sequence[int], int]]
-"""By upstream: the chain of a prompt's blocks, and the tokens in one."""
+_Key = tuple[Path, int, str]
+"""What a chain of blocks depends on besides the prompt: tokenizer, tokens in a block, salt."""
+
+
+class Told(NamedTuple):
+    """The chain of a prompt's blocks, the tokens in one, and the bits of the upstreams that tell which they hold."""
+
+    chain: Sequence[int]
+    size: int
+    slots: int
 
 
 class ExactSource:
@@ -81,25 +89,24 @@ class ExactSource:
 
     async def read(
         self, path: str, body: Mapping[str, Any], salt: str, members: Sequence[Member]
-    ) -> tuple[int, Blocks]:
-        """The tokens of a prompt and its chain for each upstream that tells what it holds; (0, {}) if there is none, or
-        it cannot be said.
+    ) -> tuple[int, Sequence[Told]]:
+        """The tokens of a prompt and its chains for the upstreams that tell what they hold; (0, []) if there is none,
+        or it cannot be said.
         """
-        telling = [(m.name, *self._of[m.name]) for m in members if self._tells(m)]
-        wanted = {(tokenizer, self._sizes[name], salt if salted else "") for name, tokenizer, salted in telling}
-        if not wanted:
-            return 0, {}
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._read, path, body, wanted)
+        slots: dict[_Key, int] = {}
+        for member in members:
+            if self._tells(member):
+                tokenizer, salted = self._of[member.name]
+                key = (tokenizer, self._sizes[member.name], salt if salted else "")
+                slots[key] = slots.get(key, 0) | member.bit
+        if not slots:
+            return 0, []
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._read, path, body, set(slots))
         try:
             tokens, chains = await asyncio.wait_for(work, PATIENCE)  # cancels it if it has not begun
         except TimeoutError:
-            return 0, {}
-        found: Blocks = {}
-        for name, tokenizer, salted in telling:
-            key = (tokenizer, self._sizes.get(name, 0), salt if salted else "")
-            if key in chains:
-                found[name] = (chains[key], key[1])
-        return tokens, found
+            return 0, []
+        return tokens, [Told(chain, key[1], slots[key]) for key, chain in chains.items()]
 
     def tells(self, members: Sequence[Member]) -> bool:
         """Whether one of them tells what it holds, so that prompts for it are read."""
@@ -122,9 +129,7 @@ class ExactSource:
         counted = self._listener.counts() if self._listener is not None else {}
         return {name: {**counts, "blocks": sum(map(len, self._held.get(name, ())))} for name, counts in counted.items()}
 
-    def _read(
-        self, path: str, body: Mapping[str, Any], wanted: set[tuple[Path, int, str]]
-    ) -> tuple[int, dict[tuple[Path, int, str], list[int]]]:
+    def _read(self, path: str, body: Mapping[str, Any], wanted: set[_Key]) -> tuple[int, dict[_Key, list[int]]]:
         """In the tokenizing thread."""
         from gateway.upstreams.kv_blocks import block_chain, block_root
         from gateway.upstreams.tokens import Untold

@@ -14,9 +14,6 @@ from itertools import islice
 
 TIERS = 3
 """Device, host and remote memory, in this order: what is not held on one is looked for on the next."""
-STRIDE = 16
-"""Blocks that are skipped at once where the last of them is held: whoever holds a block holds those before it."""
-
 Depths = list[tuple[int, int]]
 """How many leading links of a chain are held, rising, and the bits of the slots that hold exactly so many."""
 
@@ -57,7 +54,8 @@ class PrefixIndex:
         """An upstream holds these beginnings."""
         table, bit = self._tiers[tier], 1 << slot
         for name in hashes:
-            table[name] = table.get(name, 0) | bit
+            held = table.get(name)
+            table[name] = bit if held is None else held | bit  # the same object for all, near at hand
 
     def discard(self, slot: int, hashes: Iterable[int], tier: int = 0) -> None:
         """An upstream does not hold these any more."""
@@ -96,7 +94,9 @@ def deepest(depths: Depths, most: int) -> list[int]:
 
 
 def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> Depths:
-    """Those of ``alive`` that hold the first of ``chain`` in any table, by how many leading ones they hold."""
+    """Those of ``alive`` that hold the first of ``chain`` in any table, by how many leading ones they hold. Whoever
+    holds a block holds those before it, so halving finds where some end: each look into a large table is slow.
+    """
 
     def in_any(name: int, _: int) -> int:
         holders = 0
@@ -107,24 +107,23 @@ def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> D
     get: Callable[[int, int], int] = tables[0].get if len(tables) == 1 else in_any
 
     depths: Depths = []
-    end = len(chain)
-    alive = alive & get(chain[0], 0) if end else 0
-    at = 1
-    while alive and at < end:
-        jump = at + STRIDE - 1
-        if jump < end and get(chain[jump], 0) & alive == alive:
-            at = jump + 1
+    if not chain:
+        return depths
+    alive &= get(chain[0], 0)
+    held, ahead = 1, [(len(chain), get(chain[-1], 0))]
+    while alive and ahead:
+        upto, holders = ahead[-1]
+        left = alive & holders
+        if left != alive and upto > held + 1:
+            middle = (held + upto) // 2
+            ahead.append((middle, get(chain[middle - 1], 0)))
             continue
-        for here in range(at, min(jump + 1, end)):
-            still = get(chain[here], 0) & alive
-            if still != alive:
-                depths.append((here, alive ^ still))
-                alive = still
-                if not alive:
-                    return depths
-        at = jump + 1
+        if left != alive:
+            depths.append((held, alive ^ left))
+        alive, held = left, upto
+        ahead.pop()
     if alive:
-        depths.append((end, alive))
+        depths.append((held, alive))
     return depths
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from types import TracebackType
 from typing import Any
 
 from cache.response.canonical import BadBody
 from gateway.clock import Clock
 from gateway.config import Routing
-from gateway.upstreams.exact import Blocks, ExactSource
+from gateway.upstreams.exact import ExactSource, Told
 from gateway.upstreams.pool import Member
 from gateway.upstreams.prefix_index import Belief, Depths, Learned, PrefixIndex, deepest
 from gateway.upstreams.prompt import CHUNK, canonical_text, chain, root_of, session_of
@@ -40,9 +42,8 @@ _Found = tuple[list[Depths], float]
 
 @dataclass(slots=True)
 class Asked:
-    """A request as the router sees it. ``size``: bytes of its prompt. ``blocks``: the chain of its token blocks for
-    each upstream (by name) that tells which it holds, with the tokens in one block. ``common``: bytes of its
-    prompt before the first user turn.
+    """A request as the router sees it. ``size``: bytes of its prompt. ``blocks``: the chains of its token blocks, for
+    the upstreams that tell which they hold. ``common``: bytes of its prompt before the first user turn.
     """
 
     model: str
@@ -50,7 +51,7 @@ class Asked:
     chunks: Sequence[int] = ()
     session: int = 0
     tokens: int = 0
-    blocks: Mapping[str, tuple[Sequence[int], int]] = field(default_factory=dict)
+    blocks: Sequence[Told] = ()
     common: int = 0
 
 
@@ -163,7 +164,7 @@ class Router:
 
     def apply(self, routing: Routing, members: Sequence[Member]) -> None:
         """Takes a configuration, or other upstreams, into use."""
-        self._routing, self._members = routing, members
+        self._routing, self._members = routing, list(members)
         self._policy = make_policy(routing.policy, self._random.randrange, routing.max_load_ratio)
         names = {member.name for member in members}
         for name in self._learned.keys() - names:
@@ -174,7 +175,7 @@ class Router:
         for member in members:
             member.slot = self.index.slot(member.name)
             member.bit = 1 << member.slot
-        self._by_slot = {member.slot: member for member in members}
+        self._all = _by_slot(members)
         self._share = MAX_CHUNKS // max(1, len(members))
 
     def now(self) -> float:
@@ -184,7 +185,7 @@ class Router:
         self, model: str, path: str, body: Mapping[str, Any], size: int, salt: str, members: Sequence[Member]
     ) -> Asked:
         """What a request asks, whose ``body`` has so many bytes. Cheap where there is nothing to choose."""
-        tokens, blocks = 0, {}
+        tokens, blocks = 0, ()
         if len(members) > 1 and self._routing.policy == "prefix":
             tokens, blocks = await self.exact.read(path, body, salt, members)
         return self._asked(model, body, size, salt, members, tokens, blocks)
@@ -195,7 +196,7 @@ class Router:
         """The same, where no prompt has to be tokenised first; else None."""
         if len(members) > 1 and self._routing.policy == "prefix" and self.exact.tells(members):
             return None
-        return self._asked(model, body, size, salt, members, 0, {})
+        return self._asked(model, body, size, salt, members, 0, ())
 
     def _asked(
         self,
@@ -205,7 +206,7 @@ class Router:
         salt: str,
         members: Sequence[Member],
         tokens: int,
-        blocks: Blocks,
+        blocks: Sequence[Told],
     ) -> Asked:
         if len(members) < 2 or self._routing.policy in ("load", "round_robin"):
             return Asked(model, size)
@@ -217,8 +218,8 @@ class Router:
         session = session_of(body, root)
         if self._routing.policy == "sticky":
             return Asked(model, len(text), session=session)
-        needs_chunks = any(member.name not in blocks for member in members)
-        chunks = chain(text, root, CHUNK) if needs_chunks else ()
+        told = sum(each.slots for each in blocks)
+        chunks = chain(text, root, CHUNK) if any(not member.bit & told for member in members) else ()
         return Asked(model, len(text), chunks, session, tokens, blocks, common)
 
     def route(self, asked: Asked, members: Sequence[Member]) -> Route:
@@ -228,8 +229,10 @@ class Router:
         if len(members) == 1 and self._routing.policy == "prefix" and not asked.chunks and not asked.blocks:
             self.decisions["only"] += 1
             return Route(self, members[0], asked, Decision(0, "only", 0, prompt), now)
-        found = self._found(asked, members, prompt)
-        few = self._few(found, asked.session, members) if len(members) > MANY else members
+        by_slot, among = self._all if members == self._members else _by_slot(members)
+        found = self._found(asked, among, prompt)
+        many = len(members) > MANY and self._routing.policy == "prefix"
+        few = self._few(found, asked.session, members, by_slot) if many else members
         able = [m for m in few if m.known_models is not None and m.health.available(now)] or _able(members, now)
         for member in able:
             member.engine.weight = member.config.weight * member.health.share(now)
@@ -243,50 +246,43 @@ class Router:
     def uncached(self, asked: Asked, member: Member) -> int:
         """The prompt tokens that a member is expected to have to compute."""
         prompt = self._prompt(asked)
-        held = _held(self._found(asked, [member], prompt), [member], prompt).get(0, ())
+        held = _held(self._found(asked, member.bit, prompt), [member], prompt).get(0, ())
         return max(0, prompt - sum(count for count, _ in held))
 
     def _prompt(self, asked: Asked) -> int:
         """The tokens of a prompt, as far as can be told; at least 1."""
         return asked.tokens or int(asked.size * self._tokens_per_byte.get(asked.model, TOKENS_PER_BYTE)) or 1
 
-    def _found(self, asked: Asked, members: Sequence[Member], prompt: int) -> list[_Found]:
-        """What is known of who holds the prompt: of those who tell by its blocks, of the others by its chunks."""
-        among: dict[int, int] = {}
-        chains: dict[int, tuple[Sequence[int], float]] = {}
-        told, guessed = asked.blocks.get, 0
-        for member in members:
-            chain_ = told(member.name)
-            if chain_ is None:
-                guessed |= member.bit
-            elif (key := id(chain_[0])) in among:
-                among[key] |= member.bit
-            else:
-                among[key], chains[key] = member.bit, chain_
-        found = [(self.index.holders(chain_, among[key]), each) for key, (chain_, each) in chains.items() if chain_]
-        if guessed and asked.chunks:
-            found.append((self.index.holders(asked.chunks, guessed), prompt * CHUNK / max(1, asked.size)))
+    def _found(self, asked: Asked, among: int, prompt: int) -> list[_Found]:
+        """What is known of who holds the prompt: of those who tell by its blocks, of the others by its chunks.
+        ``among``: the bits of those asked about.
+        """
+        found: list[_Found] = []
+        for chain_, size, slots in asked.blocks:
+            found.append((self.index.holders(chain_, among & slots), size))
+            among &= ~slots
+        if among and asked.chunks:
+            found.append((self.index.holders(asked.chunks, among), prompt * CHUNK / max(1, asked.size)))
         return found
 
-    def _few(self, found: list[_Found], session: int, members: Sequence[Member]) -> Sequence[Member]:
+    def _few(
+        self, found: list[_Found], session: int, members: Sequence[Member], by_slot: Mapping[int, Member]
+    ) -> Sequence[Member]:
         """Of many, those to decide among: who holds most, else the session's own, and some at random, which makes for
         nearly as even a load as all would (Mitzenmacher 2001).
         """
-        if self._routing.policy != "prefix":
-            return members
-        all_ = self._by_slot if len(members) == len(self._by_slot) else {member.slot: member for member in members}
-        few = {slot: all_[slot] for tiers, _ in found if tiers for slot in deepest(tiers[-1], HOLDERS)}
+        few = {slot: by_slot[slot] for tiers, _ in found if tiers for slot in deepest(tiers[-1], HOLDERS)}
         if not few and session:
             own = members[home_of([member.engine for member in members], session)]
             few[own.slot] = own
-        start = self._random.randrange(len(members))
-        for member in (*members[start : start + SAMPLE], *members[: max(0, start + SAMPLE - len(members))]):
-            few[member.slot] = member
+        start = self._random.randrange(-len(members), 0)
+        for i in range(start, start + SAMPLE):
+            few[members[i].slot] = members[i]
         return list(few.values())
 
     def believe(self, member: Member, asked: Asked, now: float) -> Belief | None:
         """A prompt goes to an upstream that does not tell what it holds: it will hold this."""
-        if not asked.chunks or member.name in asked.blocks:
+        if not asked.chunks or any(told.slots & member.bit for told in asked.blocks):
             return None
         learned = self._learned.get(member.name)
         if learned is None:
@@ -335,6 +331,11 @@ class Router:
         }
 
 
+def _by_slot(members: Sequence[Member]) -> tuple[Mapping[int, Member], int]:
+    """Members by their slots, and the bits of all."""
+    return {member.slot: member for member in members}, reduce(or_, (member.bit for member in members), 0)
+
+
 def _able(members: Sequence[Member], now: float) -> Sequence[Member]:
     """Those known to serve the model before those that may; among these the healthy, if there are any."""
     known = [member for member in members if member.known_models is not None] or members
@@ -345,7 +346,7 @@ def _held(found: list[_Found], members: Sequence[Member], prompt: int) -> Held:
     held: dict[int, Sequence[Share]] = {}
     for tiers, tokens_each in found:
         for i, member in enumerate(members):
-            bit, shares, above = 1 << member.slot, [], 0.0
+            bit, shares, above = member.bit, [], 0.0
             for tier, depths in enumerate(tiers):
                 for depth, bits in depths:
                     if bits & bit:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.upstreams.exact import Told
 from gateway.upstreams.router import Asked
 from loadtest.stub_upstream import StubUpstream
 from tests.field.embedded import tokenizer_folder
@@ -25,7 +26,7 @@ def test_who_tells_is_judged_by_what_it_tells_and_others_by_what_they_were_sent(
     prompt, names = 1600, tuple(range(100))
     holds(router, tells, 90)
     holds(router, silent, 40)
-    asked = Asked("m1", 256 * len(CHAIN), CHAIN, tokens=prompt, blocks={tells.name: (names, 16)})
+    asked = Asked("m1", 256 * len(CHAIN), CHAIN, tokens=prompt, blocks=[Told(names, 16, tells.bit)])
     assert router.uncached(asked, tells) == prompt
     assert router.uncached(asked, silent) == 0.6 * prompt
     router.index.add(tells.slot, names[:70])

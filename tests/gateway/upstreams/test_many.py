@@ -94,6 +94,15 @@ def test_those_that_left_are_not_chosen_by_those_who_still_know_them() -> None:
         assert route.member in members
 
 
+def test_those_put_in_the_place_of_others_are_not_chosen_by_who_knows_the_others() -> None:
+    router, members, _ = fleet()
+    _, others, _ = fleet()
+    router.apply(Routing(), others)
+    holds(router, others[40], 95)
+    with router.route(asked(), members) as route:
+        assert route.member is members[40]
+
+
 @pytest.mark.parametrize(
     ("depths", "found"),
     [
