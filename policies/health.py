@@ -62,7 +62,7 @@ class Health:
         if self._ejected:
             return FIRST_SHARE
         back = (now - self._returned_at) / RETURN
-        return min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * max(0.0, back))
+        return FIRST_SHARE + (1 - FIRST_SHARE) * max(0.0, back) if back < 1 else 1.0
 
     def _eject(self, now: float) -> None:
         self._ejected, self._in_a_row = True, 0

@@ -72,7 +72,7 @@ class Engine:
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.seed = crc32(self.name.encode())
+        self.seed = crc32(self.name.encode()) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
     def work(self, now: float) -> float:
         """Prompt tokens that it was given to compute of late, the recent ones counting more."""
@@ -101,7 +101,7 @@ def settle_rates(engines: Sequence[Engine]) -> None:
             engine.prefill_rate = exp(common + own * (engine._log_rate - common) if own else common)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """A request to be routed: its ``prompt`` tokens, what engines hold of it, and its session (0: none known).
     ``shared``: leading tokens that are not its session's alone (tools, a system prompt).
@@ -142,40 +142,40 @@ class PrefixPolicy:
 
     def choose(self, engines: Sequence[Engine], ask: Ask, now: float) -> Decision:
         if len(engines) == 1:
-            return _decision(engines, ask, 0, "only")
-        works = [engine.work(now) for engine in engines]
+            return _decision(ask, 0, "only")
+        works: list[float] = []
+        weights, running = 0.0, 1
+        for engine in engines:
+            works.append(engine.work(now))
+            weights += engine.weight
+            running += engine.running
+        fair_work = sum(works) / weights
         home = home_of(engines, ask.session) if ask.session else -1
-        costs = expected_costs(engines, ask, works, home)
-        best = min(range(len(engines)), key=costs.__getitem__)
-        allowed = self._within(engines, works) or range(len(engines))
-        least = min(allowed, key=costs.__getitem__)
-        near = costs[least] + TIE * max(1, ask.prompt) / engines[least].prefill_rate
-        alike = [i for i in allowed if costs[i] <= near]
-        chosen = least if len(alike) == 1 else _lighter(engines, works, *_two(alike, self._sample))
-        if best not in allowed:
-            return _decision(engines, ask, chosen, "bound")
-        return _decision(
-            engines, ask, chosen, "prefix" if ask.held.get(chosen) else "session" if chosen == home else "load"
-        )
-
-    def _within(self, engines: Sequence[Engine], works: Sequence[float]) -> list[int]:
-        weights = sum(engine.weight for engine in engines)
-        most_work = sum(works) / weights * self._ratio
-        most_running = (sum(engine.running for engine in engines) + 1) / weights * self._ratio
-        return [
+        costs = expected_costs(engines, ask, works, fair_work, home)
+        most_work, most_running = fair_work * self._ratio, running / weights * self._ratio
+        allowed = [
             i
             for i, engine in enumerate(engines)
             if engine.running <= most_running * engine.weight + SLACK
             and works[i] <= max(most_work * engine.weight, engine.prefill_rate * BUSY)
-        ]
+        ] or range(len(engines))
+        best = costs.index(min(costs))
+        least = best if best in allowed else min(allowed, key=costs.__getitem__)
+        near = costs[least] + TIE * max(1, ask.prompt) / engines[least].prefill_rate
+        alike = [i for i in allowed if costs[i] <= near]
+        chosen = least if len(alike) == 1 else _lighter(engines, works, *_two(alike, self._sample))
+        if best != least:
+            return _decision(ask, chosen, "bound")
+        return _decision(ask, chosen, "prefix" if ask.held.get(chosen) else "session" if chosen == home else "load")
 
 
-def expected_costs(engines: Sequence[Engine], ask: Ask, works: Sequence[float], home: int = -1) -> list[float]:
-    """What a request is expected to cost on each engine, in seconds. ``works``: their recent work; ``home``: the
-    session's own engine. Finite for all that is finite.
+def expected_costs(
+    engines: Sequence[Engine], ask: Ask, works: Sequence[float], fair_work: float, home: int = -1
+) -> list[float]:
+    """What a request is expected to cost on each engine, in seconds. ``works``: their recent work; ``fair_work``: that
+    for a weight of 1, if all had their share; ``home``: the session's own engine. Finite for all that is finite.
     """
     prompt, held = max(1, ask.prompt), ask.held
-    fair_work = sum(works) / sum(engine.weight for engine in engines)
     costs: list[float] = []
     for i, engine in enumerate(engines):
         rate, weight, work = engine.prefill_rate, engine.weight, works[i]
@@ -208,7 +208,7 @@ class LoadPolicy:
         ]
         least = min(loads)
         alike = [i for i, load in enumerate(loads) if load == least]
-        return _decision(engines, ask, alike[self._sample(len(alike))], "load")
+        return _decision(ask, alike[self._sample(len(alike))], "load")
 
 
 class RoundRobinPolicy:
@@ -219,7 +219,7 @@ class RoundRobinPolicy:
 
     def choose(self, engines: Sequence[Engine], ask: Ask, now: float) -> Decision:
         self._next += 1
-        return _decision(engines, ask, (self._next - 1) % len(engines), "round_robin")
+        return _decision(ask, (self._next - 1) % len(engines), "round_robin")
 
 
 class StickyPolicy:
@@ -230,7 +230,7 @@ class StickyPolicy:
 
     def choose(self, engines: Sequence[Engine], ask: Ask, now: float) -> Decision:
         index = home_of(engines, ask.session) if ask.session else self._sample(len(engines))
-        return _decision(engines, ask, index, "sticky")
+        return _decision(ask, index, "sticky")
 
 
 def make_policy(name: str, sample: Sample, max_load_ratio: float = 1.3) -> Policy:
@@ -244,13 +244,12 @@ def make_policy(name: str, sample: Sample, max_load_ratio: float = 1.3) -> Polic
     return made[name]()
 
 
-def _decision(engines: Sequence[Engine], ask: Ask, index: int, reason: Reason) -> Decision:
-    cached = min(_cached(ask.held.get(index)), ask.prompt)
+def _decision(ask: Ask, index: int, reason: Reason) -> Decision:
+    cached = 0
+    for count, _ in ask.held.get(index, ()):
+        cached += count
+    cached = min(cached, ask.prompt)
     return Decision(index, reason, cached, ask.prompt - cached)
-
-
-def _cached(shares: Sequence[Share] | None) -> int:
-    return sum(count for count, _ in shares) if shares else 0
 
 
 def _two(alike: Sequence[int], sample: Sample) -> tuple[int, int]:
@@ -270,7 +269,7 @@ def home_of(engines: Sequence[Engine], session: int) -> int:
     """The session's engine: the same for every gateway, and for all but a few sessions when engines come or go."""
     best, home = -1, 0
     for i, engine in enumerate(engines):
-        mixed = (session ^ engine.seed * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        mixed = (session ^ engine.seed) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         mixed = (mixed ^ mixed >> 29) * 0x94D049BB133111EB >> 20 & 0xFFFFFFFF
         if mixed > best:
             best, home = mixed, i

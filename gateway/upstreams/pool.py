@@ -31,7 +31,8 @@ class Member:
     """One upstream: its address, its load, its health, and the models it serves.
 
     ``in_flight``: requests from the decision to the end of the answer. ``elsewhere``: those it reports beyond these.
-    ``kv_use``: the share of its KV memory that it reports as held.
+    ``kv_use``: the share of its KV memory that it reports as held. ``known_models``: those it is known to serve; None
+    when it could not be asked, which may mean any.
     """
 
     def __init__(self, config: Upstream, client: UpstreamClient, *, open_gateway: bool) -> None:
@@ -50,15 +51,9 @@ class Member:
         self._client = client
         self.open_gateway = open_gateway
         self._timeouts = Timeouts(**config.timeouts.model_dump())
-        self._listed: frozenset[str] | None = None
-        self._given = frozenset(config.models) if config.models is not None else None
+        self.known_models = frozenset(config.models) if config.models is not None else None
         self._listed_at = -1e9
         self._asking = asyncio.Lock()
-
-    @property
-    def known_models(self) -> frozenset[str] | None:
-        """The models it is known to serve; None when it could not be asked, which may mean any."""
-        return self._given if self._given is not None else self._listed
 
     def proof(self, request: Request) -> Headers:
         """The credentials for a request to it; raises `UpstreamError` when its key cannot be read."""
@@ -106,8 +101,8 @@ class Member:
                 headers = [(b"accept", b"application/json"), *self.proof(asker)]
                 response = await self.send("GET", "/v1/models", b"", headers, b"")
                 body = orjson.loads(await response.read(_MAX_LIST))
-                self._listed = frozenset(str(model["id"]) for model in body["data"]) if response.status == 200 else None
-                self._listed_at = now
+                models = frozenset(str(model["id"]) for model in body["data"]) if response.status == 200 else None
+                self.known_models, self._listed_at = models, now
             except (UpstreamError, orjson.JSONDecodeError, KeyError, TypeError) as error:
                 log.warning("upstream %s did not tell its models: %s", self.name, error or type(error).__name__)
 

@@ -79,8 +79,7 @@ class PrefixIndex:
 
     def holders(self, chain: Sequence[int], among: int) -> list[Depths]:
         """The same for all slots whose bits are set in ``among``, not yet told apart."""
-        used = max((i + 1 for i, table in enumerate(self._tiers) if table), default=0)
-        return [_depths(self._tiers[: i + 1], chain, among) for i in range(used)]
+        return [_depths(self._tiers[: i + 1], chain, among) for i in range(TIERS) if any(self._tiers[i:])]
 
 
 def deepest(depths: Depths, most: int) -> list[int]:
@@ -88,7 +87,7 @@ def deepest(depths: Depths, most: int) -> list[int]:
     found: list[int] = []
     for _, bits in reversed(depths):
         if len(found) + bits.bit_count() > most:
-            return found or list(_slots(bits))[:most]
+            return found or _slots(bits)[:most]
         found += _slots(bits)
     return found
 
@@ -127,11 +126,13 @@ def _depths(tables: list[dict[int, int]], chain: Sequence[int], alive: int) -> D
     return depths
 
 
-def _slots(bits: int) -> Iterator[int]:
+def _slots(bits: int) -> list[int]:
+    slots: list[int] = []
     while bits:
         low = bits & -bits
-        yield low.bit_length() - 1
+        slots.append(low.bit_length() - 1)
         bits ^= low
+    return slots
 
 
 def _expanded(depths: Depths) -> Iterator[tuple[int, int]]:

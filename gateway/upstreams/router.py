@@ -22,7 +22,7 @@ from gateway.upstreams.exact import ExactSource, Told
 from gateway.upstreams.pool import Member
 from gateway.upstreams.prefix_index import Belief, Depths, Learned, PrefixIndex, deepest
 from gateway.upstreams.prompt import CHUNK, canonical_text, chain, root_of, session_of
-from policies.routing import Ask, Decision, Held, Share, home_of, make_policy, settle_rates
+from policies.routing import Ask, Decision, Engine, Held, Share, home_of, make_policy, settle_rates
 
 TOKENS_PER_BYTE = 0.25
 """Until usage reports have shown how many prompt tokens a byte makes."""
@@ -234,11 +234,13 @@ class Router:
         many = len(members) > MANY and self._routing.policy == "prefix"
         few = self._few(found, asked.session, members, by_slot) if many else members
         able = [m for m in few if m.known_models is not None and m.health.available(now)] or _able(members, now)
+        engines: list[Engine] = []
         for member in able:
+            engines.append(member.engine)
             member.engine.weight = member.config.weight * member.health.share(now)
         shared = prompt * asked.common // max(1, asked.size)
         ask = Ask(prompt, _held(found, able, prompt), asked.session, shared)
-        decision = self._policy.choose([member.engine for member in able], ask, now)
+        decision = self._policy.choose(engines, ask, now)
         self.decisions[decision.reason] += 1
         self.seconds += self._clock.monotonic() - now
         return Route(self, able[decision.index], asked, decision, now)
@@ -271,11 +273,14 @@ class Router:
         """Of many, those to decide among: who holds most, else the session's own, and some at random, which makes for
         nearly as even a load as all would (Mitzenmacher 2001).
         """
-        few = {slot: by_slot[slot] for tiers, _ in found if tiers for slot in deepest(tiers[-1], HOLDERS)}
+        few: dict[int, Member] = {}
+        for tiers, _ in found:
+            for slot in deepest(tiers[-1], HOLDERS) if tiers else ():
+                few[slot] = by_slot[slot]
         if not few and session:
             own = members[home_of([member.engine for member in members], session)]
             few[own.slot] = own
-        start = self._random.randrange(-len(members), 0)
+        start = int(self._random.random() * len(members)) - len(members)
         for i in range(start, start + SAMPLE):
             few[members[i].slot] = members[i]
         return list(few.values())

@@ -110,7 +110,8 @@ def test_no_cost_is_ever_infinite_or_no_number(
     fleet[0].add_work(work, 5.0)
     ask = Ask(prompt, held, session, shared)
     works = [engine.work(10.0) for engine in fleet]
-    assert all(map(math.isfinite, expected_costs(fleet, ask, works, session % 8)))
+    fair_work = sum(works) / sum(engine.weight for engine in fleet)
+    assert all(map(math.isfinite, expected_costs(fleet, ask, works, fair_work, session % 8)))
     assert 0 <= PrefixPolicy(random.Random(0).randrange).choose(fleet, ask, 10.0).index < len(fleet)
 
 

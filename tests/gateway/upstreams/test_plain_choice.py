@@ -114,7 +114,7 @@ def candidates(fleet: Fleet, asked: Asked, rng: random.Random) -> Sequence[Membe
     if not few and asked.session:
         own = fleet.left[home_of([one.engine for one in fleet.left], asked.session)]
         few[own.name] = own
-    start = rng.randrange(len(fleet.left))
+    start = int(rng.random() * len(fleet.left))
     for step in range(SAMPLE):
         one = fleet.left[(start + step) % len(fleet.left)]
         few[one.name] = one
