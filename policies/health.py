@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 FAILURES = 3
 """Failures in a row that eject it."""
 FIRST_BREAK, LONGEST_BREAK = 2.0, 60.0
@@ -11,17 +13,17 @@ RETURN = 30.0
 FIRST_SHARE = 0.1
 
 
+@dataclass(slots=True, eq=False)
 class Health:
     """The health of one upstream, by a clock that the caller brings (seconds that never go back)."""
 
-    def __init__(self) -> None:
-        self.ejections = 0
-        self._in_a_row = 0
-        self._relapses = 0
-        self._until = 0.0  # ejected till then, and then till it has answered
-        self._ejected = False
-        self._rests_until = 0.0
-        self._returned_at = -RETURN
+    ejections: int = 0
+    _in_a_row: int = 0
+    _relapses: int = 0
+    _until: float = 0.0  # ejected till then, and then till it has answered
+    _ejected: bool = False
+    _rests_until: float = 0.0
+    _returned_at: float = -RETURN
 
     def succeeded(self, now: float) -> None:
         """It answered (a request or a probe)."""
