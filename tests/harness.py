@@ -18,6 +18,7 @@ from gateway.config import Config
 from gateway.reload import Source
 from gateway.server import Server, server_config
 from gateway.wire import WireProtocol
+from tests.waiting import until
 
 
 class FakeClock:
@@ -57,6 +58,11 @@ class Running:
         """``POST /v1/chat/completions``; header names are given with underscores."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.client.post("/v1/chat/completions", json=dict(body), headers=named)
+
+    async def joined(self, *counts: int) -> None:
+        """Waits until so many requests share an upstream call each (its telling other gateways counts as one more)."""
+        flights, wanted = self.app.runtime.flights, sorted(counts)
+        await until(lambda: sorted(one.followers for one in flights.values()) == wanted, f"{counts} share their calls")
 
 
 @asynccontextmanager

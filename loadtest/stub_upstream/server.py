@@ -117,7 +117,7 @@ class StubUpstream:
             while self.running:
                 await self._change()
 
-    async def wait_closed(self, call: Call, timeout: float = PATIENCE) -> None:
+    async def wait_closed(self, call: Call, timeout: float = 1.0) -> None:
         """Wait until the client has closed the connection of a call that is being answered. Raises TimeoutError."""
         async with asyncio.timeout(timeout):
             await call.closed_by_peer.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from typing import Any
 
 import anthropic
@@ -315,21 +314,27 @@ async def test_o25_usage_comes_once_to_those_who_asked(bench: Bench, api: str, u
 
 @both_paths
 async def test_o26_nothing_is_held_back(bench: Bench) -> None:
-    bench.u.reply(answer(deltas=["x" * 120] * 4).paced(0.25))
-    arrived, texts = [], b""
+    """Each event comes before the upstream writes the next one."""
+    clock, reply = asyncio.get_running_loop().time, answer(deltas=["x" * 120] * 4)
+    gates = [asyncio.Event() for _ in range(7)]  # before all but the first of its 8 events
+    for number in reversed(range(len(gates))):
+        reply = reply.held(gates[number], before=number + 1)
+    bench.u.reply(reply)
+    events, late = 0, []
     async with bench.streaming(WITH_USAGE, accept_encoding="gzip") as response:
         assert response.headers["x-accel-buffering"] == "no"
         assert "no-cache" in response.headers["cache-control"]
         assert "no-transform" in response.headers["cache-control"]
         assert "content-encoding" not in response.headers
+        asked = clock()
         async for piece in response.aiter_raw():
-            arrived += [time.monotonic()] * piece.count(b"\n\n")
-            texts += piece
-    writes = bench.u.calls[0].writes
-    assert len(arrived) == len(writes)
-    late = sorted(got - sent for got, sent in zip(arrived, writes, strict=True))
-    assert late[len(late) // 2] < 0.1
-    assert late[-1] < 0.25, "none waited for the next one"
+            events += piece.count(b"\n\n")
+            late.append(clock() - asked)
+            if events <= len(gates):
+                gates[events - 1].set()
+            asked = clock()
+    assert events == len(bench.u.calls[0].writes) == len(gates) + 1
+    assert sorted(late)[len(late) // 2] < 0.1
     hit = await bench.hit(STREAMED)
     assert hit.response.headers["x-accel-buffering"] == "no"
     assert "no-cache" in hit.response.headers["cache-control"]

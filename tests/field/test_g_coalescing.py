@@ -40,13 +40,18 @@ async def clean(bench: Bench) -> None:
 
 
 @each_store
-async def test_o46_the_leader_leaves_before_the_answer_and_the_others_get_it(bench: Bench) -> None:
-    bench.u.always(answer().delayed(0.6))
-    leader = asyncio.create_task(ask(bench, B, timeout=0.2))
+async def test_o46_the_leader_leaves_before_the_answer_and_the_others_get_it(
+    world: World, bench: Bench, gate: asyncio.Event
+) -> None:
+    sharing = world.store == "redis"  # then the gateway follows its own call, to tell others
+    bench.u.always(answer().held(gate))
+    leader = asyncio.create_task(ask(bench, B))
     await bench.u.wait_calls(1)
     followers = [asyncio.create_task(ask(bench, STREAMED if i % 2 else B)) for i in range(9)]
-    with pytest.raises(httpx.ReadTimeout):
-        await leader
+    await bench.gateway.joined(10 + sharing)
+    leader.cancel()
+    await bench.gateway.joined(9 + sharing)
+    gate.set()
     assert await asyncio.gather(*followers) == ["ans-1"] * 9
     assert bench.u.n == 1
     await clean(bench)
@@ -55,16 +60,17 @@ async def test_o46_the_leader_leaves_before_the_answer_and_the_others_get_it(ben
 
 
 @both_paths
-async def test_o46_the_leader_leaves_in_mid_stream_and_the_others_get_it_all(world: World) -> None:
+async def test_o46_the_leader_leaves_in_mid_stream_and_the_others_get_it_all(world: World, gate: asyncio.Event) -> None:
     async with world.bench(cache={"ttl": "100s"}) as bench:
         words = [f"w{i} " for i in range(10)]
-        bench.u.reply(answer(deltas=words).paced(0.05))
+        bench.u.reply(answer(deltas=words).held(gate, before=4))
         async with bench.streaming(STREAMED) as leading:
             pieces = leading.aiter_raw()
             await anext(pieces)
             followers = [asyncio.create_task(ask(bench, STREAMED if i % 2 else B)) for i in range(9)]
-            await anext(pieces)
-            await anext(pieces)
+            await bench.gateway.joined(10)
+        await bench.gateway.joined(9)
+        gate.set()
         assert await asyncio.gather(*followers) == ["".join(words)] * 9
         assert bench.u.n == 1
         await clean(bench)
@@ -73,14 +79,19 @@ async def test_o46_the_leader_leaves_in_mid_stream_and_the_others_get_it_all(wor
 
 
 @one_world
-async def test_o46_a_leader_that_was_the_only_reader_does_not_block_those_who_wait_for_the_whole(bench: Bench) -> None:
+async def test_o46_a_leader_that_was_the_only_reader_does_not_block_those_who_wait_for_the_whole(
+    bench: Bench, gate: asyncio.Event
+) -> None:
     """Derived: who wants it in one piece reads no pieces, but must not hold the call up when it is the last one."""
     words = ["x" * 50_000] * 20
-    bench.u.reply(answer(deltas=words).paced(0.02))
+    bench.u.reply(answer(deltas=words).held(gate, before=3))
     async with bench.streaming(STREAMED) as leading:
-        await anext(leading.aiter_raw())
+        pieces = leading.aiter_raw()
+        await anext(pieces)
         waiting = asyncio.create_task(ask(bench, B))
-        await asyncio.sleep(0.05)
+        await bench.gateway.joined(2)
+    await bench.gateway.joined(1)
+    gate.set()
     assert len(await waiting) == 1_000_000
     assert bench.u.n == 1
     await clean(bench)
@@ -124,9 +135,14 @@ async def test_o46_many_callers_who_leave_at_random_leave_nothing_behind(bench: 
 @pytest.mark.parametrize(
     "first", [error(500), error(429), answer().cut(after=0, then="reset")], ids=["500", "429", "reset"]
 )
-async def test_o46_a_call_that_fails_fails_for_all_once_and_is_over(bench: Bench, first: Any) -> None:
-    bench.u.reply(first.delayed(0.3))
-    responses = await asyncio.gather(*(bench.gateway.client.post(CHAT, json=B) for _ in range(10)))
+async def test_o46_a_call_that_fails_fails_for_all_once_and_is_over(
+    bench: Bench, gate: asyncio.Event, first: Any
+) -> None:
+    bench.u.reply(first.held(gate))
+    asking = asyncio.gather(*(bench.gateway.client.post(CHAT, json=B) for _ in range(10)))
+    await bench.gateway.joined(10)
+    gate.set()
+    responses = await asking
     assert len({response.status_code for response in responses}) == 1
     assert responses[0].status_code in (429, 500, 502)
     assert all("error" in response.json() for response in responses)
@@ -150,12 +166,20 @@ async def test_o46_what_must_not_be_shared_is_not(bench: Bench) -> None:
 
 
 @one_world
-async def test_o46_a_flight_in_the_other_form_without_use_costs_one_more_call_not_one_each(bench: Bench) -> None:
+async def test_o46_a_flight_in_the_other_form_without_use_costs_one_more_call_not_one_each(
+    bench: Bench, gate: asyncio.Event
+) -> None:
     """Derived: a stream that cannot be joined into a plain answer."""
-    bench.u.reply(answer(deltas=["a ", "b "], finish_reason=None).delayed(0.2))
+    again = asyncio.Event()
+    bench.u.reply(answer(deltas=["a ", "b "], finish_reason=None).held(gate), answer().held(again))
     leader = asyncio.create_task(ask(bench, STREAMED))
     await bench.u.wait_calls(1)
-    assert await asyncio.gather(*(ask(bench, B) for _ in range(10))) == ["ans-2"] * 10
+    others = asyncio.gather(*(ask(bench, B) for _ in range(10)))
+    await bench.gateway.joined(11)
+    gate.set()
+    await bench.gateway.joined(10)
+    again.set()
+    assert await others == ["ans-2"] * 10
     assert await leader == "a b "
     assert bench.u.n == 2
 
@@ -217,12 +241,14 @@ def small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @one_world
 @pytest.mark.usefixtures("small_bound")
-async def test_o47_who_falls_too_far_behind_is_told_so(bench: Bench) -> None:
+async def test_o47_who_falls_too_far_behind_is_told_so(bench: Bench, gate: asyncio.Event) -> None:
     go = asyncio.Event()
-    bench.u.reply(answer(deltas=["x" * 10_000] * 2000).delayed(0.2))
+    bench.u.reply(answer(deltas=["x" * 10_000] * 2000).held(gate))
     leader = asyncio.create_task(ask(bench, STREAMED))
     await bench.u.wait_calls(1)
     slow = [asyncio.create_task(slow_reader(bench, STREAMED, go)) for _ in range(5)]
+    await bench.gateway.joined(6)
+    gate.set()
     assert len(await leader) == 20_000_000
     go.set()
     for found in await asyncio.gather(*slow):
@@ -239,33 +265,41 @@ async def test_o47_who_falls_too_far_behind_is_told_so(bench: Bench) -> None:
 
 @one_world
 @pytest.mark.parametrize("api", ASKS)
-async def test_o47_every_api_is_shared_in_both_forms(bench: Bench, api: str) -> None:
+async def test_o47_every_api_is_shared_in_both_forms(bench: Bench, gate: asyncio.Event, api: str) -> None:
     path, plain = ASKS[api]
-    bench.u.reply(answer(deltas=["Hel", "lo"]).delayed(0.2))
+    bench.u.reply(answer(deltas=["Hel", "lo"]).held(gate))
     bodies = [{**plain, "stream": bool(i % 2)} for i in range(10)]
-    assert await asyncio.gather(*(ask(bench, body, path=path) for body in bodies)) == ["Hello"] * 10
+    asking = asyncio.gather(*(ask(bench, body, path=path) for body in bodies))
+    await bench.gateway.joined(10)
+    gate.set()
+    assert await asking == ["Hello"] * 10
     assert bench.u.n == 1
     await clean(bench)
 
 
 @one_world
-async def test_o47_identities_are_each_callers_own(bench: Bench) -> None:
+async def test_o47_identities_are_each_callers_own(bench: Bench, gate: asyncio.Event) -> None:
     """Derived: callers who share an answer in another form than the leader's get ids of their own."""
-    bench.u.reply(answer().delayed(0.2))
+    bench.u.reply(answer().held(gate))
     leader = asyncio.create_task(bench.gateway.client.post(CHAT, json=STREAMED))
     await bench.u.wait_calls(1)
-    others = await asyncio.gather(*(bench.gateway.client.post(CHAT, json=B) for _ in range(4)))
+    asking = asyncio.gather(*(bench.gateway.client.post(CHAT, json=B) for _ in range(4)))
+    await bench.gateway.joined(5)
+    gate.set()
+    others = await asking
     ids = {response.json()["id"] for response in others} | {json_events((await leader).content)[0]["id"]}
     assert len(ids) == 5
     assert len({response.headers["x-request-id"] for response in others}) == 4
 
 
 @one_world
-async def test_o46_two_upstream_models_are_two_flights(world: World) -> None:
+async def test_o46_two_upstream_models_are_two_flights(world: World, gate: asyncio.Event) -> None:
     async with StubUpstream(models=("m1", "m2")) as u:
-        u.always(lambda call: answer(f"from {call.json['model']}").delayed(0.2))
+        u.always(lambda call: answer(f"from {call.json['model']}").held(gate))
         async with world.bench(u, upstreams=[upstream(u.url)], models={"fast": {"target": "m1"}}) as bench:
             names = ["m1", "m2", "fast"] * 5
-            texts = await asyncio.gather(*(ask(bench, B | {"model": name}) for name in names))
-            assert texts == ["from m1", "from m2", "from m1"] * 5
+            asking = asyncio.gather(*(ask(bench, B | {"model": name}) for name in names))
+            await bench.gateway.joined(10, 5)
+            gate.set()
+            assert await asking == ["from m1", "from m2", "from m1"] * 5
             assert u.n == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,12 +29,6 @@ async def u() -> AsyncIterator[StubUpstream]:
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
-
-
-@pytest.fixture
-def gate() -> asyncio.Event:
-    """Whatever an upstream holds back until it is set (`Reply.held`)."""
-    return asyncio.Event()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Stands in for a gateway worker (same arguments, same standard input) and for an engine, without what they do.
 
-GET /readyz, /health, /v1/models; /who gives the process id and the configuration; /slow answers after a second; /die
+GET /readyz, /health, /v1/models; /who gives the process id and the configuration; /slow begins to answer
+and ends after a second, /endless after a minute; /die
 ends the process in the middle of the request. With FAKE_EXIT set it exits with that code at once.
 """
 
@@ -21,8 +22,6 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/die":
             os._exit(9)
-        if self.path == "/slow":
-            time.sleep(1)
         answers: dict[str, Any] = {
             "/who": {"pid": os.getpid(), "config": config},
             "/v1/models": {"data": [{"id": "fake"}]},
@@ -31,6 +30,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
+        time.sleep({"/slow": 1, "/endless": 60}.get(self.path, 0))
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from loadtest.stub_upstream import StubUpstream, answer, error
 from tests.harness import FakeClock, Running, running_gateway, upstream
+from tests.waiting import until
 
 NOON = 1_796_040_000
 PRICES = "models:\n  m1: {input: 1, cached_input: 0.25, output: 4}\n"
@@ -56,8 +57,12 @@ class Script:
             await self.ask(gateway, "q1", stream=stream)
         await self.ask(gateway, "q2", stream=True)  # a miss
         await self.ask(gateway, "q2")  # a hit
-        u.reply(answer(usage=TOLD).delayed(0.1))
-        await asyncio.gather(*(self.ask(gateway, "q3") for _ in range(3)))  # a miss and two that share its call
+        gate = asyncio.Event()
+        u.reply(answer(usage=TOLD).held(gate))
+        sharing = asyncio.gather(*(self.ask(gateway, "q3") for _ in range(3)))  # a miss and two that share its call
+        await gateway.joined(3)
+        gate.set()
+        await sharing
         assert u.n == 3
         await self.ask(gateway, "What is Warmgate?")  # curated
         await self.ask(gateway, "q4", temperature=1)  # not cacheable
@@ -78,9 +83,7 @@ class Script:
         await self.ask(gateway, "q1")
         clock.advance(2 * 3600)
         await self.ask(gateway, "q1")  # stale, and renewed behind the caller's back
-        async with asyncio.timeout(5):
-            while u.n < 11 or gateway.app.runtime.flights:
-                await asyncio.sleep(0.01)
+        await until(lambda: u.n == 11 and not gateway.app.runtime.flights, "what is stale has been renewed")
         await gateway.app.runtime.keeper.drain()
 
     async def leave(self, gateway: Running, question: str) -> None:
@@ -90,19 +93,19 @@ class Script:
         async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as response:
             async for _ in response.aiter_bytes():
                 break
-        async with asyncio.timeout(5):
-            while gateway.app.runtime.flights:
-                await asyncio.sleep(0.01)
+        await until(lambda: not gateway.app.runtime.flights, "the call has ended")
 
     async def second(self, gateway: Running) -> None:
         """After it, with the clock set back by three hours."""
         self.clock._time -= 3 * 3600
         await self.ask(gateway, "q1")  # nothing was kept but in memory: a miss
         await self.ask(gateway, "q1")  # a hit
-        self.u.reply(answer(usage=TOLD).delayed(0.2))
+        gate, calls = asyncio.Event(), self.u.n
+        self.u.reply(answer(usage=TOLD).held(gate))
         slow = asyncio.create_task(self.ask(gateway, "q12"))  # a miss that takes 2 s
-        await asyncio.sleep(0.1)
+        await self.u.wait_calls(calls + 1)
         self.clock._monotonic += 2
+        gate.set()
         await slow
 
 

@@ -92,7 +92,7 @@ class Side:
 
     def talk(self, pieces: Sequence[bytes], gap: float = 0.0) -> Told:
         """Sends pieces one by one and reads until the end, or until the gateway waits for more from this side. ``gap``:
-        seconds after each piece in which something may come back.
+        seconds after each piece, once it has been read, in which something may come back.
         """
         with socket.create_connection(self._address) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,6 +103,8 @@ class Side:
                     if piece:
                         before = len(got)
                         sock.sendall(piece)
+                    if piece and gap:
+                        self._have_read()
                     pause = gap if piece else 10.0 if len(got) == before else 0.0
                     if pause:
                         sock.settimeout(pause)
@@ -121,6 +123,15 @@ class Side:
                 except TimeoutError:
                     idle = 0 if self._is_busy() else idle + 1
         return _told(bytes(got), closed, reset)
+
+    def _have_read(self) -> None:
+        """Waits until the gateway has read what was sent: until its loop has looked at its sockets again."""
+
+        async def turn() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(turn(), self._loop).result(10)
 
     def _is_busy(self) -> bool:
         """Whether the gateway works on a request that it has in full."""

@@ -27,10 +27,13 @@ async def test_other_questions_do_not_count(start: Start) -> None:
         assert bench.stored == 0
 
 
-async def test_those_who_join_a_call_count_as_well(start: Start, u: StubUpstream) -> None:
-    u.always(answer().delayed(0.2))
+async def test_those_who_join_a_call_count_as_well(start: Start, u: StubUpstream, gate: asyncio.Event) -> None:
+    u.always(answer().held(gate))
     async with start(cache={"min_uses": 3}) as bench:
-        await asyncio.gather(*(bench.gateway.chat(B) for _ in range(3)))
+        asking = asyncio.gather(*(bench.gateway.chat(B) for _ in range(3)))
+        await bench.gateway.joined(3)
+        gate.set()
+        await asking
         await bench.hit(B)
         assert u.n == 1
 

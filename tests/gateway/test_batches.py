@@ -19,6 +19,7 @@ from gateway.ledger.query import Scope, rows
 from loadtest.stub_upstream import Call, Reply, StubUpstream, answer, error, json_body, known_vector
 from tests.harness import FakeClock, Running, running_gateway, upstream
 from tests.services import RedisServer, redis_server
+from tests.waiting import until
 
 
 class Bench:
@@ -44,6 +45,12 @@ class Bench:
         assert [vector["index"] for vector in data] == list(range(len(items)))
         assert [vector["embedding"] for vector in data] == [known_vector(item) for item in items]
         return response
+
+    async def under_way(self, count: int) -> None:
+        """Waits until so many requests have been let in, and then until each has gone as far as it can."""
+        usage = self.gateway.app.runtime.usages.of("default")
+        await until(lambda: usage.concurrent == count, f"{count} requests are under way")
+        await asyncio.sleep(0.02)
 
     @property
     def asked(self) -> list[Any]:
@@ -155,21 +162,27 @@ async def test_usage_that_nobody_knows_is_not_made_up(b: Bench) -> None:
     assert "usage" not in (await b.post(["a", "b"])).json()
 
 
-async def test_batches_at_the_same_time_ask_for_each_item_once(b: Bench) -> None:
-    b.u.always(answer().delayed(0.1))
+async def test_batches_at_the_same_time_ask_for_each_item_once(b: Bench, gate: asyncio.Event) -> None:
+    b.u.always(answer().held(gate))
     batches = (["a", "b"], ["b", "c"], ["c", "a"], ["a", "b"])
-    got = await asyncio.gather(*(b.embed(texts, *texts) for texts in batches))
+    asking = []
+    for calls, texts in zip((1, 2, 2, 2), batches, strict=True):
+        asking.append(asyncio.create_task(b.embed(texts, *texts)))
+        await b.under_way(len(asking))
+        await b.u.wait_calls(calls)
+    gate.set()
+    got = await asyncio.gather(*asking)
     assert sorted(text for asked in b.asked for text in asked) == ["a", "b", "c"]
     assert got[3].headers["cache-status"] == "warmgate; fwd=uri-miss; collapsed"
     assert not b.gateway.app.pipeline._batches._asked
 
 
-async def test_who_waits_asks_itself_when_the_first_has_left(b: Bench) -> None:
-    b.u.reply(answer().delayed(30))
+async def test_who_waits_asks_itself_when_the_first_has_left(b: Bench, gate: asyncio.Event) -> None:
+    b.u.reply(answer().held(gate))
     leaving = asyncio.create_task(b.post(["a"]))
     await b.u.wait_calls(1)
     waiting = asyncio.create_task(b.embed(["a", "a"], "a", "a"))
-    await asyncio.sleep(0.05)
+    await b.under_way(2)
     leaving.cancel()
     await b.u.wait_closed(b.u.calls[0])
     await waiting
@@ -177,10 +190,13 @@ async def test_who_waits_asks_itself_when_the_first_has_left(b: Bench) -> None:
     assert not b.gateway.app.pipeline._batches._asked
 
 
-async def test_an_error_is_passed_on_and_who_waits_asks_itself(b: Bench) -> None:
+async def test_an_error_is_passed_on_and_who_waits_asks_itself(b: Bench, gate: asyncio.Event) -> None:
     await b.post(["a"])
-    b.u.reply(error(429, "slow down").delayed(0.1), error(400, "no"))
-    first, second = await asyncio.gather(b.post(["a", "b"]), b.post(["b"]))
+    b.u.reply(error(429, "slow down").held(gate), error(400, "no"))
+    asking = asyncio.gather(b.post(["a", "b"]), b.post(["b"]))
+    await b.under_way(2)
+    gate.set()
+    first, second = await asking
     assert sorted((first.status_code, second.status_code)) == [400, 429]
     assert b.asked[1:] == [["b"], ["b"]]
     assert (await b.newest_row())["outcome"] == "error"

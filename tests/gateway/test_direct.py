@@ -4,6 +4,7 @@ told what the full path would have told, the ledger counts the same, and nothing
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import time
@@ -19,6 +20,7 @@ from gateway.ledger.query import FOREVER, Scope, rows, sums
 from gateway.ledger.schema import GROUP
 from loadtest.stub_upstream import Reply, answer, body, error, events, raw
 from tests.gateway.pair import AWAIT, SENTINEL, Pair, Side, running_pair
+from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "m1", "temperature": 1, "messages": [{"role": "user", "content": "Say something"}]}
@@ -63,11 +65,8 @@ def counted(pair: Pair, side: Side) -> tuple[list[Any], list[Any]]:
 
 def settled(pair: Pair) -> None:
     """Nothing is left under way on either side, and both have counted the same."""
-    until = time.monotonic() + 10
     for side in (pair.wire, pair.full):
-        while any(under_way(side)) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert under_way(side) == [0, 0, 0, 0]
+        wait_until(lambda side=side: under_way(side) == [0, 0, 0, 0], "nothing is under way")
     assert counted(pair, pair.wire) == counted(pair, pair.full)
 
 
@@ -158,24 +157,21 @@ def connect(side: Side) -> socket.socket:
 @pytest.mark.parametrize("when", ["before the head", "in the stream"])
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_caller_who_leaves_ends_the_upstream_call(pair: Pair, when: str, how: str) -> None:
-    slow = answer("well").delayed(9) if when == "before the head" else answer(deltas=["a"] * 99).paced(0.1)
-    reply(pair, slow)
+    never = asyncio.Event()
+    reply(pair, answer(deltas=["a"] * 9).held(never, before=None if when == "before the head" else 3))
     for side in (pair.wire, pair.full):
         with connect(side) as sock:
             sock.sendall(post(STREAM))
             if when == "in the stream":
                 assert sock.recv(4096).startswith(b"HTTP/1.1 200")
             else:
-                time.sleep(0.1)
+                wait_until(lambda side=side: side.upstream.running == 1, "its call is under way")
                 assert under_way(side)[0] == 1
             if how == "reset":
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     settled(pair)
     for side in (pair.wire, pair.full):
-        until = time.monotonic() + 10
-        while side.upstream.calls[-1] not in side.upstream.closed_by_peer and time.monotonic() < until:
-            time.sleep(0.01)
-        assert side.upstream.calls[-1] in side.upstream.closed_by_peer, "the upstream still computes for nobody"
+        wait_until(side.upstream.calls[-1].closed_by_peer.is_set, "the upstream computes for nobody no more")
 
 
 def test_a_slow_caller_gets_all_and_holds_the_upstream_back(pair: Pair) -> None:

@@ -80,25 +80,30 @@ class TestWhatTheCallerSays:
             refused = await bench.send(B, cache_control="only-if-cached")
             assert (refused.status, refused.rose, refused.cache_status) == (504, 0, "warmgate; fwd=stale")
 
-    async def test_only_if_cached_does_not_wait_for_a_call_under_way(self, start: Start, u: StubUpstream) -> None:
-        u.always(answer().delayed(0.3))
+    async def test_only_if_cached_does_not_wait_for_a_call_under_way(
+        self, start: Start, u: StubUpstream, gate: asyncio.Event
+    ) -> None:
+        u.always(answer().held(gate))
         async with start() as bench:
             asking = asyncio.create_task(bench.send(B))
             await u.wait_calls(1)
             assert (await bench.send(B, cache_control="only-if-cached")).status == 504
+            gate.set()
             await asking
 
     async def test_a_call_under_way_is_joined_only_if_it_is_young_enough(
-        self, start: Start, u: StubUpstream, clock: FakeClock
+        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
     ) -> None:
-        u.always(answer().delayed(0.3))
+        u.always(answer().held(gate))
         async with start() as bench:
             first = asyncio.create_task(bench.gateway.chat(B))
             await u.wait_calls(1)
             clock.advance(10)
-            joined, own = await asyncio.gather(
-                bench.gateway.chat(B, cache_control="max-age=10"), bench.gateway.chat(B, cache_control="max-age=9")
-            )
+            asking = [asyncio.create_task(bench.gateway.chat(B, cache_control=f"max-age={age}")) for age in (10, 9)]
+            await bench.gateway.joined(2)
+            await u.wait_calls(2)
+            gate.set()
+            joined, own = await asyncio.gather(*asking)
             assert "collapsed" in joined.headers["cache-status"]
             assert "collapsed" not in own.headers["cache-status"]
             await first
@@ -207,13 +212,14 @@ class TestWhatTheOperatorSays:
 
 
 async def test_a_slow_call_that_was_overtaken_does_not_put_the_older_answer_back(
-    start: Start, u: StubUpstream, clock: FakeClock
+    start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
 ) -> None:
-    u.reply(answer().delayed(0.4))
+    u.reply(answer().held(gate))
     async with start() as bench:
         slow = asyncio.create_task(bench.gateway.chat(B))
         await u.wait_calls(1)
         clock.advance(1)
         await bench.miss(B, cache_control="no-cache")
+        gate.set()
         await slow
         assert (await bench.hit(B)).text == "ans-2"

@@ -133,7 +133,7 @@ async def test_an_upstream_that_does_not_answer_is_not_waited_for(monkeypatch: p
         first, _ = await ask(running)
         u.reply(answer().delayed(30))
         assert (await ask(running))[0] == first
-        assert u.n == 2
+        await u.wait_calls(2)
 
 
 def test_while_the_upstream_fails_hits_are_left_alone_more_and_more() -> None:

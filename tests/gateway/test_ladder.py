@@ -44,10 +44,13 @@ async def test_an_answer_that_may_not_be_kept(start: Start, u: StubUpstream) -> 
         assert lost(await ladder(bench)) == {"not stored": 2}
 
 
-async def test_who_joins_a_call_misses_nothing(start: Start, u: StubUpstream) -> None:
-    u.always(answer().delayed(0.2))
+async def test_who_joins_a_call_misses_nothing(start: Start, u: StubUpstream, gate: asyncio.Event) -> None:
+    u.always(answer().held(gate))
     async with start() as bench:
-        await asyncio.gather(*(bench.gateway.chat(B) for _ in range(3)))
+        asking = asyncio.gather(*(bench.gateway.chat(B) for _ in range(3)))
+        await bench.gateway.joined(3)
+        gate.set()
+        await asking
         told = await ladder(bench)
         assert (told["asked"], told["hits"], told["first"], lost(told)) == (3, 2, 1, {})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.field.conftest import B, Bench, Reply
 from tests.gateway.conftest import Start
 from tests.harness import FakeClock, running_gateway, upstream
 from tests.services import RedisServer, redis_server
+from tests.waiting import until
 
 PRICES = "models: {m1: {input: 1000, output: 2000}}"
 """A call of the stub (10 tokens in, 5 out) costs 0.02 dollars."""
@@ -72,12 +74,13 @@ class TestOneProcess:
             clock.advance(30)
             await bench.hit(B, key="K1")
 
-    async def test_concurrent_requests(self, start: Start, u: StubUpstream) -> None:
-        u.always(answer().delayed(0.4))
+    async def test_concurrent_requests(self, start: Start, u: StubUpstream, gate: asyncio.Event) -> None:
+        u.always(answer().held(gate))
         async with start(tenants=[tenant(concurrent=2)]) as bench:
             running = [asyncio.create_task(bench.send(ask(number), key="K1")) for number in range(2)]
             await u.wait_calls(2)
             assert refused(await bench.send(B, key="K1"), "too_many_concurrent")
+            gate.set()
             await asyncio.gather(*running)
             await bench.miss(B, key="K1")
 
@@ -88,7 +91,9 @@ class TestOneProcess:
             assert refused(await bench.send(B, key="K1"))
             await bench.miss(B, key="K2")
 
-    async def test_what_was_spent_outlives_a_reload(self, u: StubUpstream, clock: FakeClock) -> None:
+    async def test_what_was_spent_outlives_a_reload(
+        self, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
+    ) -> None:
         limits: dict[str, Any] = {"requests_per_minute": 2, "tokens_per_minute": 1000}
 
         def read() -> Any:
@@ -101,12 +106,13 @@ class TestOneProcess:
         }
         async with running_gateway(whole | {"tenants": [tenant(**limits)]}, clock, read) as gateway:
             bench = Bench(gateway, u, clock, whole)
-            u.always(answer().delayed(0.4))
+            u.always(answer().held(gate))
             running = asyncio.create_task(bench.send(B, key="K1"))
             await u.wait_calls(1)
             limits |= {"tokens_per_minute": 2000, "concurrent": 1}
             await gateway.client.post("/admin/reload")
             assert refused(await bench.send(B, key="K1"), "too_many_concurrent"), "the one under way is still counted"
+            gate.set()
             await running
             await bench.hit(B, key="K1")
             assert refused(await bench.send(B, key="K1"))
@@ -147,9 +153,8 @@ class TestMoney:
             await bench.miss(ask(1), key="K1")
             await bench.miss(ask(2), key="K1")
         async with start(**config) as bench:
-            async with asyncio.timeout(2):
-                while not bench.gateway.app.runtime.usages.of("t1")._spent:
-                    await asyncio.sleep(0.01)
+            usage = bench.gateway.app.runtime.usages.of("t1")
+            await until(lambda: usage._spent, "what was spent is read from the ledger")
             assert refused(await bench.send(B, key="K1"), "budget_exceeded")
 
     async def test_gateways_over_one_redis_spend_one_budget(
@@ -168,16 +173,20 @@ class TestManyProcesses:
     async def test_requests_are_counted_together(self, start: Start, redis_cache: dict[str, Any]) -> None:
         config = {"tenants": [tenant(requests_per_minute=10)], "cache": {"redis": redis_cache}}
         async with start(**config) as one, start(**config) as two:
+            began = time.monotonic()
             replies = [await bench.send(B, key="K1") for _ in range(10) for bench in (one, two)]
-            assert [reply.status for reply in replies].count(200) == 10
+            flowed_in = (time.monotonic() - began) * 10 / 60
+            assert 10 <= [reply.status for reply in replies].count(200) <= 10 + flowed_in
             assert all(refused(reply) for reply in replies if reply.status != 200)
 
     async def test_many_at_once_are_counted_exactly_too(self, start: Start, redis_cache: dict[str, Any]) -> None:
         config = {"tenants": [tenant(requests_per_minute=30)], "cache": {"redis": redis_cache}}
         async with start(**config) as one, start(**config) as two:
+            began = time.monotonic()
             await one.miss(B, key="K1")
             replies = await asyncio.gather(*(bench.send(B, key="K1") for _ in range(30) for bench in (one, two)))
-            assert [reply.status for reply in replies].count(200) in (29, 30), "one flows in every two seconds"
+            flowed_in = (time.monotonic() - began) * 30 / 60
+            assert 29 <= [reply.status for reply in replies].count(200) <= 29 + flowed_in
 
     async def test_a_fast_tenant_takes_shares_so_that_the_short_path_need_not_ask(
         self, start: Start, redis_cache: dict[str, Any]
@@ -196,11 +205,11 @@ class TestManyProcesses:
         config = {"tenants": [tenant(requests_per_minute=240)], "cache": {"redis": redis_cache}}
         async with start(**config) as one, start(**config) as two:
             await one.miss(B, key="K1")
-            admitted, began = 1, asyncio.get_running_loop().time()
+            admitted, began = 1, time.monotonic()
             for _ in range(20):
                 replies = await asyncio.gather(*(bench.send(B, key="K1") for _ in range(10) for bench in (one, two)))
                 admitted += [reply.status for reply in replies].count(200)
-            passed = asyncio.get_running_loop().time() - began
+            passed = time.monotonic() - began
             assert 240 - 4 <= admitted <= 240 + 4 * passed + 1
 
     async def test_tokens_are_counted_together(self, start: Start, redis_cache: dict[str, Any]) -> None:
@@ -217,7 +226,10 @@ class TestManyProcesses:
         config = {"tenants": [tenant(tokens_per_minute=14)], "cache": {"redis": redis_cache}}
         async with start(**config) as one, start(**config) as two:
             await one.miss(B, key="K1")
-            await asyncio.sleep(0.8)
+            shared = one.gateway.app.runtime.shared
+            assert shared is not None
+            settled = shared.counters["settle"]
+            await until(lambda: settled["ok"] == 2, "it was told, after the asking")
             assert refused(await two.send(B, key="K1"))
 
     @pytest.fixture
@@ -229,7 +241,7 @@ class TestManyProcesses:
     async def test_without_redis_each_process_counts_for_itself(
         self, start: Start, own_redis: RedisServer, trouble: str
     ) -> None:
-        redis = {"url": own_redis.url, "timeout": "50ms"}
+        redis = {"url": own_redis.url, "timeout": "300ms"}
         config = {"tenants": [tenant(requests_per_minute=3)], "cache": {"redis": redis}}
         async with start(**config) as one, start(**config) as two:
             await one.miss(B, key="K1")

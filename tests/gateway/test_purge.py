@@ -47,6 +47,13 @@ async def key_of(bench: Bench, body: dict[str, Any]) -> str:
     return (await bench.gateway.client.post("/admin/explain", json=body)).json()["key"]
 
 
+async def within_a_second_a_miss(bench: Bench, **steering: str) -> None:
+    async with asyncio.timeout(1):
+        while (reply := await bench.send(B, **steering)).rose == 0:
+            assert reply.is_hit
+    assert "hit" not in reply.cache_status
+
+
 ORDERS: list[dict[str, Any]] = [
     {"model": "m1"},
     {"tenant": "default"},
@@ -119,9 +126,9 @@ class TestPurging:
             await bench.hit(B)
 
     async def test_a_call_under_way_when_the_purge_comes_is_neither_kept_nor_joined(
-        self, start: Start, u: StubUpstream, clock: FakeClock
+        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
     ) -> None:
-        u.always(answer().delayed(0.3))
+        u.reply(answer().held(gate))
         async with start() as bench:
             before = asyncio.create_task(bench.gateway.chat(B))
             await u.wait_calls(1)
@@ -129,6 +136,7 @@ class TestPurging:
             await purge(bench, model="m1")
             after = await bench.gateway.chat(B)
             assert after.json()["choices"][0]["message"]["content"] == "ans-2"
+            gate.set()
             await before
             assert (await bench.hit(B)).text == "ans-2"
 
@@ -161,9 +169,8 @@ class TestPurgingInOtherProcesses:
             clock.advance(10)
             done = await purge(one, **(order if "before" not in order else {"before": clock.time()}), soft=soft)
             assert done["everywhere"]
-            await asyncio.sleep(0.5)
             clock.advance(1)
-            await two.miss(B, **steering)
+            await within_a_second_a_miss(two, **steering)
 
     @pytest.mark.parametrize("scope", ["model:m1", "~model:m1"])
     async def test_within_a_second_a_gateway_obeys_another_process_on_the_same_disk(
@@ -175,9 +182,8 @@ class TestPurgingInOtherProcesses:
             await bench.hit(B)
             other = await asyncio.create_subprocess_exec(sys.executable, "-c", BUMP, str(folder), scope, cwd=ROOT)
             assert await other.wait() == 0
-            await asyncio.sleep(0.5)
             clock.advance(1)
-            await bench.miss(B)
+            await within_a_second_a_miss(bench)
 
     async def test_a_gateway_that_starts_later_knows_of_it(self, start: Start, redis_cache: dict[str, Any]) -> None:
         async with start(cache={"redis": redis_cache}) as one:

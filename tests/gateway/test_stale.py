@@ -15,15 +15,16 @@ from tests.harness import FakeClock
 
 class TestStaleWhileRevalidate:
     async def test_it_serves_at_once_and_refreshes_once_however_many_ask(
-        self, start: Start, u: StubUpstream, clock: FakeClock
+        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
     ) -> None:
         async with start(cache={"ttl": "10s", "stale_while_revalidate": "20s"}) as bench:
             await bench.miss(B)
             clock.advance(15)
-            u.always(answer().delayed(0.2))
+            u.always(answer().held(gate))
             stale = await asyncio.gather(*(bench.gateway.chat(B) for _ in range(20)))
             assert {reply.headers["cache-status"] for reply in stale} == {"warmgate; hit; ttl=-5; detail=stale"}
             assert {reply.json()["choices"][0]["message"]["content"] for reply in stale} == {"ans-1"}
+            gate.set()
             await refreshed(bench, 2)
             assert (await bench.hit(B)).text == "ans-2"
             assert u.n == 2
@@ -35,16 +36,18 @@ class TestStaleWhileRevalidate:
             assert (await bench.miss(B)).cache_status == "warmgate; fwd=stale; stored"
 
     async def test_whoever_needs_it_new_joins_the_refresh(
-        self, start: Start, u: StubUpstream, clock: FakeClock
+        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
     ) -> None:
         async with start(cache={"ttl": "10s", "stale_while_revalidate": "20s"}) as bench:
             await bench.miss(B)
             clock.advance(15)
-            u.always(answer().delayed(0.2))
+            u.always(answer().held(gate))
             await bench.gateway.chat(B)
             await u.wait_calls(2)
-            joined = await bench.gateway.chat(B, cache_control="max-age=1")
-            assert "collapsed" in joined.headers["cache-status"]
+            joining = asyncio.create_task(bench.gateway.chat(B, cache_control="max-age=1"))
+            await bench.gateway.joined(1)
+            gate.set()
+            assert "collapsed" in (await joining).headers["cache-status"]
             assert u.n == 2
 
     async def test_a_refresh_that_fails_leaves_what_there_is(
@@ -61,14 +64,15 @@ class TestStaleWhileRevalidate:
             assert (await bench.hit(B)).text == "ans-3"
 
     async def test_the_refresh_goes_on_when_the_caller_leaves(
-        self, start: Start, u: StubUpstream, clock: FakeClock
+        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
     ) -> None:
         async with start(cache={"ttl": "10s", "stale_while_revalidate": "20s"}) as bench:
             await bench.miss(B)
             clock.advance(15)
-            u.always(answer().delayed(0.1))
+            u.always(answer().held(gate))
             async with bench.streaming(B | {"stream": True}):
                 pass
+            gate.set()
             await refreshed(bench, 2)
             assert (await bench.hit(B)).text == "ans-2"
 
@@ -137,12 +141,15 @@ class TestStaleIfError:
             assert (await bench.send(B, cache_control="max-age=10, stale-if-error=20")).status == 200
 
     async def test_everyone_who_joined_a_call_that_fails_is_served(
-        self, start: Start, u: StubUpstream, clock: FakeClock
+        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
     ) -> None:
         async with start(cache={"ttl": "10s", "stale_if_error": "1m"}) as bench:
             await bench.miss(B)
             clock.advance(11)
-            u.always(error(503).delayed(0.2))
-            replies = await asyncio.gather(*(bench.gateway.chat(B) for _ in range(5)))
+            u.always(error(503).held(gate))
+            asking = asyncio.gather(*(bench.gateway.chat(B) for _ in range(5)))
+            await bench.gateway.joined(5)
+            gate.set()
+            replies = await asking
             assert [reply.status_code for reply in replies] == [200] * 5
             assert u.n == 2

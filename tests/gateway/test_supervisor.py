@@ -19,6 +19,7 @@ from gateway.supervisor import Backoff, StartError, Supervisor
 from gateway.supervisor.greeting import greeting, overview
 from gateway.supervisor.listening import bind
 from gateway.supervisor.probe import get
+from tests.waiting import PATIENCE, until
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
 QUICK = Backoff(first=0.05, most=0.2)
@@ -40,7 +41,7 @@ async def running(source: Source) -> AsyncIterator[tuple[Supervisor, asyncio.Tas
     supervisor = Supervisor(source, worker_command=FAKE, engine_command=FAKE, backoff=QUICK)
     task = asyncio.create_task(supervisor.run())
     try:
-        await until(lambda: supervisor.ready or task.done())
+        await until(lambda: supervisor.ready or task.done(), "it is ready")
         yield supervisor, task
     finally:
         supervisor.stop()
@@ -48,10 +49,14 @@ async def running(source: Source) -> AsyncIterator[tuple[Supervisor, asyncio.Tas
             await task
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
+@contextlib.asynccontextmanager
+async def begun(supervisor: Supervisor, path: str) -> AsyncIterator[asyncio.StreamReader]:
+    """The body of an answer that has begun to come."""
+    reader, writer = await asyncio.open_connection(LOOPBACK, supervisor.config.listen.port)
+    writer.write(b"GET %s HTTP/1.1\r\nHost: h\r\n\r\n" % path.encode())
+    await reader.readuntil(b"\r\n\r\n")
+    yield reader
+    writer.close()
 
 
 async def ask(supervisor: Supervisor, path: str) -> Any:
@@ -135,11 +140,9 @@ async def test_the_engine_is_an_upstream_that_is_trusted_with_salts(source):
 
 
 async def test_an_open_request_is_answered_before_the_end(source, capfd):
-    async with running(source(NO_ENGINE % (1, 60))) as (supervisor, task):
-        slow = asyncio.create_task(ask(supervisor, "/slow"))
-        await asyncio.sleep(0.2)
+    async with running(source(NO_ENGINE % (1, 60))) as (supervisor, task), begun(supervisor, "/slow") as slow:
         supervisor.stop()
-        assert await slow == {}
+        assert await slow.read() == b"{}"
         await task
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(LOOPBACK, supervisor.config.listen.port)
@@ -147,21 +150,20 @@ async def test_an_open_request_is_answered_before_the_end(source, capfd):
 
 
 async def test_a_second_signal_ends_at_once(source):
-    async with running(source(NO_ENGINE % (1, 60))) as (supervisor, task):
-        slow = asyncio.create_task(get(LOOPBACK, supervisor.config.listen.port, "/slow"))
-        await asyncio.sleep(0.2)
+    async with running(source(NO_ENGINE % (1, 60))) as (supervisor, task), begun(supervisor, "/endless") as slow:
         supervisor.stop()
         await asyncio.sleep(0)
         supervisor.stop()
         await task
-        assert (await slow)[0] == 0
+        with contextlib.suppress(ConnectionError):
+            assert await slow.read() == b""
 
 
 async def test_signals_of_the_operating_system(source):
     async with running(source(NO_ENGINE % (1, 60))) as (supervisor, task):
         source(NO_ENGINE % (1, 90))
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: supervisor.config.cache.ttl == 90)
+        await until(lambda: supervisor.config.cache.ttl == 90, "the configuration is read anew")
         os.kill(os.getpid(), signal.SIGTERM)
         await task
 
@@ -172,7 +174,7 @@ class TestReload:
             before = {child.process.pid for child in supervisor.workers if child.process}
             source(NO_ENGINE % (2, 90))
             supervisor.reload()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 seen: dict[int, float] = {}
                 while set(seen.values()) != {90.0} or seen.keys() != before:
                     answer = await ask(supervisor, "/who")

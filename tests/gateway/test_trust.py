@@ -20,6 +20,7 @@ from gateway.trust import FEWEST, REMEMBERED, RESTORED, Trust
 from loadtest.stub_upstream import StubUpstream, answer, error
 from policies.savings import surely_below
 from tests.harness import Running, running_gateway, upstream
+from tests.waiting import until
 
 BODY = {"model": "m1", "temperature": 0, "messages": [{"role": "user", "content": "q"}]}
 HERE = place_of("default", "", "m1")
@@ -182,8 +183,12 @@ async def test_nothing_kept_answers_where_it_is_disarmed(short_path: bool, tmp_p
             assert refused.headers["cache-status"] == "warmgate; fwd=miss; detail=disarmed"
             u.reply(error(500))
             assert (await running.chat(BODY)).status_code == 500  # no kept answer stands in
-            u.reply(answer("one").delayed(0.1))
-            both = await asyncio.gather(ask(running), ask(running))
+            gate = asyncio.Event()
+            u.reply(answer("one").held(gate))
+            asking = asyncio.gather(ask(running), ask(running))
+            await running.joined(2)
+            gate.set()
+            both = await asking
             assert [text for text, _ in both] == ["one", "one"]  # a call under way may be shared
             curated = {**BODY, "messages": [{"role": "user", "content": "curated"}]}
             assert (await ask(running, curated))[0] == "by hand"
@@ -231,9 +236,7 @@ async def test_replicas_hear_of_it_and_so_do_those_that_start_later(redis_cache:
         await ask(one)
         assert "hit" in (await ask(other))[1]
         await one.app.runtime.arm(HERE, armed=False)
-        async with asyncio.timeout(5):
-            while not other.app.runtime.generations.disarmed:
-                await asyncio.sleep(0.01)
+        await until(lambda: other.app.runtime.generations.disarmed, "the other is disarmed")
         first, status = await ask(other)
         assert "disarmed" in status
         assert (await ask(one))[0] != first  # also not what the other has just stored
@@ -241,9 +244,7 @@ async def test_replicas_hear_of_it_and_so_do_those_that_start_later(redis_cache:
             assert "disarmed" in (await ask(late))[1]
             told = await late.client.post("/admin/arm", json={"model": "m1"})
             assert told.json() == {"armed": HERE, "was_disarmed": True, "everywhere": True}
-        async with asyncio.timeout(5):
-            while one.app.runtime.generations.disarmed:
-                await asyncio.sleep(0.01)
+        await until(lambda: not one.app.runtime.generations.disarmed, "the first is armed again")
         assert "hit" in (await ask(one))[1]
 
 
@@ -257,9 +258,7 @@ async def test_what_workers_of_one_machine_have_seen_is_judged_together(tmp_path
             await running.app.runtime.ledger.flush()
         assert one.app.runtime.generations.disarmed == set()  # ten alone are too few
         await judge(one.app.runtime, set())
-        async with asyncio.timeout(5):
-            while not other.app.runtime.generations.disarmed:
-                await asyncio.sleep(0.01)
+        await until(lambda: other.app.runtime.generations.disarmed, "the other is disarmed")
 
 
 # Where it is seen

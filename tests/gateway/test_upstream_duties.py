@@ -138,7 +138,7 @@ class TestAnotherUpstream:
 
 class TestAnotherRound:
     async def test_an_upstream_that_is_away_for_a_moment_is_waited_for(self, start: Start, u: StubUpstream) -> None:
-        async with start(retry={"rounds": 3, "base": "400ms"}) as bench:
+        async with start(retry={"rounds": 6, "base": "400ms"}) as bench:
             await bench.miss(B)
             await u.stop()
             asking = asyncio.create_task(bench.gateway.chat(B | {"seed": 1}))
@@ -150,10 +150,9 @@ class TestAnotherRound:
     async def test_one_that_stays_away_is_given_up(self, start: Start, u: StubUpstream) -> None:
         async with start(retry=QUICK) as bench:
             await u.stop()
-            began = time.monotonic()
-            response = await bench.gateway.chat(B)
+            async with asyncio.timeout(1):
+                response = await bench.gateway.chat(B)
             assert (response.status_code, response.headers["retry-after"]) == (503, "2")
-            assert time.monotonic() - began < 1
 
     @pytest.mark.parametrize("status", [429, 503])
     async def test_one_that_asks_to_come_back_soon_is_asked_again(
@@ -254,9 +253,8 @@ class TestAnotherModel:
     async def test_it_is_taken_before_a_pause_is(self, start: Start, u: StubUpstream) -> None:
         u.always(lambda call: error(429).header("retry-after", "2") if call.json["model"] == "m1" else answer())
         async with start(**self.MODELS) as bench:
-            began = time.monotonic()
-            assert (await bench.gateway.chat(B)).status_code == 200
-            assert time.monotonic() - began < 1
+            async with asyncio.timeout(1):
+                assert (await bench.gateway.chat(B)).status_code == 200
 
     async def test_when_it_fails_too_its_refusal_is_passed_on(self, start: Start, u: StubUpstream) -> None:
         u.always(lambda call: error(503, f"no {call.json['model']}"))
@@ -298,10 +296,13 @@ class TestAnotherModel:
             )
             assert calls == {"m1": 1, "m2": 1}
 
-    async def test_those_who_joined_get_it_as_well(self, start: Start, u: StubUpstream) -> None:
-        u.always(lambda call: error(503).delayed(0.2) if call.json["model"] == "m1" else answer())
+    async def test_those_who_joined_get_it_as_well(self, start: Start, u: StubUpstream, gate: asyncio.Event) -> None:
+        u.always(lambda call: error(503).held(gate) if call.json["model"] == "m1" else answer())
         async with start(**self.MODELS) as bench:
-            replies = await asyncio.gather(*(bench.gateway.chat(body) for body in (B, B, STREAMED)))
+            asking = asyncio.gather(*(bench.gateway.chat(body) for body in (B, B, STREAMED)))
+            await bench.gateway.joined(3)
+            gate.set()
+            replies = await asking
             assert {reply.headers["x-warmgate-upstream"] for reply in replies} == {"u; model=m2"}
             assert [text_of(reply.json()) for reply in replies[:2]] == ["ans-2"] * 2
             assert text_of_stream(replies[2].content) == "ans-2"

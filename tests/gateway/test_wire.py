@@ -28,6 +28,7 @@ from tests.gateway.odd_requests import (
 from tests.gateway.pair import AWAIT, SAID, Pair, Side, running_pair
 from tests.harness import running_gateway, upstream
 from tests.raw import post
+from tests.waiting import until
 
 TENANTS: list[dict[str, Any]] = [
     {
@@ -309,10 +310,8 @@ def settle(pair: Pair) -> None:
     """Waits until what is renewed in the background is renewed."""
 
     async def wait(side: Side) -> None:
-        async with asyncio.timeout(5):
-            await asyncio.sleep(0.05)
-            while side.running.app.runtime.flights:
-                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await until(lambda: not side.running.app.runtime.flights, "nothing is under way")
 
     pair.both(wait)
 

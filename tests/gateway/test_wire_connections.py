@@ -16,6 +16,7 @@ from loadtest.stub_upstream import StubUpstream, answer
 from tests.harness import Running, running_gateway, upstream
 from tests.raw import RawConnection, post
 from tests.services import RedisServer, redis_server
+from tests.waiting import PATIENCE
 
 CHAT = "/v1/chat/completions"
 KNOWN = orjson.dumps({"model": "m1", "temperature": 0, "messages": [{"role": "user", "content": "known"}]})
@@ -125,13 +126,15 @@ async def test_what_the_operator_asked_for_is_not_undone_by_leaving() -> None:
     """A purge goes on when its caller leaves, with a request to the API behind it."""
     async with bench() as (gateway, _):
         await warm(gateway)
-        began, go = asyncio.Event(), asyncio.Event()
+        began, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
         purge = gateway.app.runtime.purge
 
         async def slow(scope: str) -> bool:
             began.set()
             await go.wait()
-            return await purge(scope)
+            purged = await purge(scope)
+            done.set()
+            return purged
 
         gateway.app.runtime.purge = slow  # type: ignore[method-assign]
         async with await RawConnection.open(gateway.url) as connection:
@@ -140,7 +143,7 @@ async def test_what_the_operator_asked_for_is_not_undone_by_leaving() -> None:
             connection.reset()
         await asyncio.sleep(0.1)
         go.set()
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(done.wait(), PATIENCE)
         assert "fwd=uri-miss" in (await gateway.client.post(CHAT, content=KNOWN)).headers["cache-status"]
 
 

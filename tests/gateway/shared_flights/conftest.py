@@ -65,12 +65,6 @@ async def left(bench: Bench) -> None:
     await until(lambda: counted["ok"], "a gateway has left the flight of another")
 
 
-async def joined(bench: Bench, count: int) -> None:
-    """Waits until so many share a flight here; at a gateway that leads, its telling the others is one of them."""
-    flights = bench.gateway.app.runtime.flights
-    await until(lambda: [flight.followers for flight in flights.values()] == [count], f"{count} share a flight")
-
-
 async def opened(bench: Bench) -> None:
     """Waits until the first of an answer has come through to the callers here."""
     flights = bench.gateway.app.runtime.flights

@@ -17,7 +17,6 @@ from tests.gateway.shared_flights.conftest import (
     at_rest,
     collapsed,
     following,
-    joined,
     left,
     opened,
     spoken,
@@ -25,7 +24,6 @@ from tests.gateway.shared_flights.conftest import (
 )
 from tests.harness import FakeClock
 from tests.services import RedisServer
-from tests.waiting import within
 
 GONE = -2
 """What Redis says of a name that has just ceased to be."""
@@ -47,7 +45,7 @@ class TestSharing:
             first = asyncio.create_task(one.gateway.chat(led))
             await u.wait_calls(1)
             asking = [asyncio.create_task(two.gateway.chat(followed)) for _ in range(5)]
-            await joined(two, 5)
+            await two.gateway.joined(5)
             await following(two)
             gate.set()
             others = await asyncio.gather(*asking)
@@ -105,7 +103,7 @@ class TestSharing:
             await u.wait_calls(1)
             with_usage = STREAMED | {"stream_options": {"include_usage": True}}
             asking = [asyncio.create_task(two.gateway.chat(body)) for body in (with_usage, STREAMED)]
-            await joined(two, 2)
+            await two.gateway.joined(2)
             await following(two)
             gate.set()
             asked, unasked = await asyncio.gather(*asking)
@@ -178,7 +176,7 @@ class TestSharing:
             second = asyncio.create_task(two.gateway.chat(B))
             await following(two)
             third = asyncio.create_task(two.gateway.chat(B, cache_control="max-age=9"))
-            await joined(two, 2)
+            await two.gateway.joined(2)
             gate.set()
             assert [text(await told) for told in (first, second, third)] == ["ans-1", "ans-1", "ans-2"]
 
@@ -230,10 +228,11 @@ class TestLeaving:
         u.always(spoken(gate, 3))
         async with gateway() as one, gateway() as two:
             async with one.streaming(STREAMED) as response:
-                await anext(response.aiter_raw())
+                pieces = response.aiter_raw()
+                await anext(pieces)
                 other = asyncio.create_task(two.gateway.chat(STREAMED))
                 await opened(two)
-            await joined(one, 1)
+            await one.gateway.joined(1)
             gate.set()
             assert text(await other) == WORDS
             assert (u.n, u.closed_by_peer) == (1, [])
@@ -249,17 +248,16 @@ class TestLeaving:
             if who != "the leader alone":
                 follower = asyncio.create_task(two.gateway.chat(B))
                 await following(two)
-                await joined(one, 2)
+                await one.gateway.joined(2)
                 if who == "the follower first":
                     follower.cancel()
                     await left(two)
                 else:
                     leader.cancel()
-                    await joined(one, 1)
+                    await one.gateway.joined(1)
                     follower.cancel()
             leader.cancel()
-            async with within(1):
-                await u.wait_closed(u.calls[0])
+            await u.wait_closed(u.calls[0], timeout=1)
             await at_rest(one, two)
             assert u.n == 1
 
@@ -271,7 +269,8 @@ class TestLeaving:
             leading = asyncio.create_task(one.gateway.chat(STREAMED))
             await u.wait_calls(1)
             async with two.streaming(STREAMED) as response:
-                await anext(response.aiter_raw())
+                pieces = response.aiter_raw()
+                await anext(pieces)
             await left(two)
             gate.set()
             assert text(await leading) == WORDS

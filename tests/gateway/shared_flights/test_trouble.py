@@ -33,7 +33,7 @@ from tests.gateway.shared_flights.conftest import (
 )
 from tests.harness import upstream
 from tests.services import RedisServer, redis_server
-from tests.waiting import until, within
+from tests.waiting import until
 
 
 class TestALeaderDies:
@@ -101,7 +101,7 @@ class TestALeaderDies:
             asking = asyncio.create_task(one.gateway.chat(B))
             await following(one)
             await leader.end()
-            async with within(0.3):
+            async with asyncio.timeout(0.3):
                 assert text(await asking) == "ans-1"
 
     async def test_a_part_that_redis_has_evicted_is_noticed(

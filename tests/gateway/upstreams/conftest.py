@@ -7,12 +7,13 @@ import pytest
 import uvloop
 
 from gateway.upstreams.client import UpstreamClient
+from tests.steady import SteadyLoop
 
 LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> LoopFactories:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": SteadyLoop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

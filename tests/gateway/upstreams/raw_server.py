@@ -97,10 +97,3 @@ async def ask(
 ) -> UpstreamResponse:
     timeouts = timeouts or Timeouts(connect=2, first_byte=5, idle=5, total=20)
     return await client.send(server.origin, method, b"/v1/x", headers or [], body, timeouts)
-
-
-async def until(true: Callable[[], bool], within: float = 5.0) -> None:
-    """Wait for something that the event loop will do soon."""
-    async with asyncio.timeout(within):
-        while not true():
-            await asyncio.sleep(0.002)

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from gateway.upstreams.client import UpstreamClient, UpstreamError
-from tests.gateway.upstreams.raw_server import OK, Peer, ask, serving, until
+from tests.gateway.upstreams.raw_server import OK, Peer, ask, serving
+from tests.waiting import until
 
 
 async def fetched(client: UpstreamClient, wire: bytes, method: str = "POST") -> tuple[int, bytes]:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,9 @@ from gateway.upstreams.discovery import Discovery
 from loadtest.stub_upstream import StubUpstream, answer
 from tests.field.reading import text_of_stream
 from tests.harness import Running, running_gateway, upstream
+from tests.waiting import until
 
 ASK = {"model": "m1", "temperature": 1, "messages": [{"role": "user", "content": "Say A"}]}
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 def names(gateway: Running) -> set[str]:
@@ -57,7 +52,8 @@ class TestFile:
     async def test_who_is_in_it_is_used_and_who_is_no_longer_finishes_its_answers(self, tmp_path: Path) -> None:
         file = tmp_path / "upstreams.yaml"
         async with StubUpstream() as a, StubUpstream() as b:
-            a.always(answer(deltas=["one ", "two ", "three"]).paced(0.15))
+            gate = asyncio.Event()
+            a.always(answer(deltas=["one ", "two ", "three"]).held(gate, before=2))
             file.write_text(json.dumps({"upstreams": [upstream(a.url, "a", models=["m1"])]}))
             async with running_gateway({"upstreams_file": str(file), "engine": "off"}) as gateway:
                 assert names(gateway) == {"a"}
@@ -66,6 +62,7 @@ class TestFile:
                     file.write_text(json.dumps({"upstreams": [upstream(b.url, "b", models=["m1"])]}))
                     await until(lambda: names(gateway) == {"b"})
                     assert (await gateway.chat(ASK)).headers["x-warmgate-upstream"] == "b"
+                    gate.set()
                     assert text_of_stream(await reply.aread()) == "one two three"
                 assert (a.n, a.closed_by_peer) == (1, [])
 

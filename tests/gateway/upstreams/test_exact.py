@@ -17,6 +17,7 @@ from tests.gateway.upstreams.test_kv_events import Publisher
 from tests.gateway.upstreams.test_many import CHAIN, fleet, holds
 from tests.harness import Running, running_gateway, upstream
 from tests.services import free_port
+from tests.waiting import until
 
 LONG = "All of them begin with the same long text. " * 40
 
@@ -64,9 +65,8 @@ async def test_what_was_believed_of_one_ends_when_it_tells(tmp_path: Path, clear
 
 async def blocks_of(gateway: Running, name: str, count: int) -> None:
     """Waits until so many blocks of an upstream are known."""
-    async with asyncio.timeout(20):
-        while gateway.app.runtime.router.exact.counts()[name]["blocks"] != count:
-            await asyncio.sleep(0.01)
+    exact = gateway.app.runtime.router.exact
+    await until(lambda: exact.counts()[name]["blocks"] == count, f"{count} blocks of {name} are known")
 
 
 async def asked_about(gateway: Running, number: int) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from gateway.upstreams.router import Asked, Route, Router
 from loadtest.stub_upstream import Reply, StubUpstream, answer, error, raw
 from policies.routing import Ask, Engine, PrefixPolicy, expected_costs
 from tests.harness import FakeClock, Running, running_gateway, upstream
+from tests.waiting import until
 
 ASK = {"model": "m1", "temperature": 1, "messages": [{"role": "user", "content": "Say A"}]}
 ODD = st.one_of(st.integers(-(2**63), 2**64), st.integers(0, 5000), st.sampled_from([0, 1, 2**40]))
@@ -151,9 +152,10 @@ async def _run(ends: list[tuple[str, bool]]) -> None:
         async with running_gateway(config, FakeClock()) as gateway:
             await asyncio.gather(*(_one(gateway, end, streamed, n) for n, (end, streamed) in enumerate(ends)))
             members = gateway.app.runtime.pool.members
-            async with asyncio.timeout(5):
-                while any(m.in_flight or m.engine.running or m.engine.pending for m in members):
-                    await asyncio.sleep(0.01)
+            await until(
+                lambda: not any(m.in_flight or m.engine.running or m.engine.pending for m in members),
+                "nothing is under way",
+            )
             assert not gateway.app.runtime.flights
             await a.wait_idle()
             await b.wait_idle()
