@@ -31,6 +31,17 @@ def test_depths_are_those_of_a_plain_search(held, asked):
         assert shown == expected[: len(shown)]
 
 
+@given(st.lists(st.sets(st.integers(0, 39)), min_size=1, max_size=5))
+def test_one_that_lost_blocks_in_between_is_found_once_and_up_to_one_that_it_holds(held):
+    index, chain = PrefixIndex(), chain_of(1, 40)
+    for slot, links in enumerate(held):
+        index.add(slot, [chain[link] for link in links])
+    (depths,) = index.holders(chain, -1) or [[]]
+    found = [(slot, depth) for depth, bits in depths for slot in range(len(held)) if bits >> slot & 1]
+    assert [slot for slot, _ in sorted(found)] == [slot for slot, links in enumerate(held) if 0 in links]
+    assert all(depth - 1 in held[slot] for slot, depth in found)
+
+
 def test_only_the_slots_asked_for_are_found():
     index = PrefixIndex()
     index.add(0, chain_of(1, 3))
