@@ -144,7 +144,7 @@ def test_a_load_ends_at_its_deadline_and_what_comes_late_is_not_written(bench): 
     into = buffers(3)
     transfer = stack.load(lookup, stack.decide(lookup), into)
     started = time.monotonic()
-    assert transfer.wait(20) and time.monotonic() - started < 1
+    assert transfer.wait(20) and time.monotonic() - started < 4
     assert transfer.loaded == 0
     release.set()
     wait_for(lambda: stack.host.lookup(blocks) == 3)  # late, but not in vain

@@ -268,7 +268,7 @@ def test_a_frozen_server_delays_nobody_and_is_used_again_when_it_thaws(engine, r
     assert transfer.loaded == 0
     for seed in range(1, 4):
         assert look(stack, make_blocks(2, seed=seed)).remote == 0
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 8
     assert counts(stack)["late"] == 2 and counts(stack)["skipped"] >= 2 and breaker.state == "open"
     redis_server.thaw()
 

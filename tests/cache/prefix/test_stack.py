@@ -212,7 +212,7 @@ def test_close_ends_in_time_though_the_remote_tier_hangs(bench):
     lookup = stack.lookup(make_blocks(3, seed=1), TENANT)
     started = time.monotonic()
     stack.close(timeout=0.1)
-    assert time.monotonic() - started < 2 and lookup.done and not stack._mover._thread.is_alive()
+    assert time.monotonic() - started < 10 and lookup.done and not stack._mover._thread.is_alive()
 
 
 # --- never slower ---------------------------------------------------------------------------------------------------
@@ -240,11 +240,11 @@ def test_a_load_waits_no_longer_than_computing_would_take(bench):
     store(first := bench(tier, slots=0), blocks)
     settled(first, 4)
     tier.on_load = hang
-    stack = bench(tier, slots=0)
+    stack = bench(tier, slots=0, limits=Limits(load=20), load_timeout=20)
     stack.observe_prefill(16, 0.2)
     started = time.monotonic()
     assert fetch(stack, blocks).loaded == 0
-    assert 0.1 < time.monotonic() - started < 1.0
+    assert 0.1 < time.monotonic() - started < 10
 
 
 def test_a_load_ends_on_a_prefill_chunk(bench):

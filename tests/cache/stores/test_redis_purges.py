@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -19,10 +18,9 @@ async def test_another_process_hears_a_bump_well_within_a_second(redis: RedisSer
     async with watched(one) as heard:
         await two.bump("tag:first")
         await until(lambda: heard, 1)
-        started = time.perf_counter()
-        generation = await two.bump("tag:a")
-        await until(lambda: ("tag:a", generation) in heard, 0.3)
-        assert time.perf_counter() - started < 0.3
+        async with asyncio.timeout(0.3):
+            generation = await two.bump("tag:a")
+            await until(lambda: ("tag:a", generation) in heard, 0.3)
     await asyncio.gather(one.close(), two.close())
 
 

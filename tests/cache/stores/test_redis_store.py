@@ -34,11 +34,11 @@ async def test_o42_a_frozen_redis_delays_the_first_few_and_nobody_after(own_redi
     async with guarded(own_redis.url) as guard:
         assert await guard.set(KEY, b"v", 60)
         own_redis.pause()
-        delays = []
+        clock, delays = asyncio.get_running_loop().time, []
         for _ in range(50):
-            started = time.perf_counter()
+            started = clock()
             assert await guard.get(KEY) is None
-            delays.append(time.perf_counter() - started)
+            delays.append(clock() - started)
         assert max(delays) < 0.15
         assert sum(delay > 0.01 for delay in delays) <= 7, "five failures, and perhaps a probe or two"
         assert sorted(delays)[25] < 0.001
@@ -64,11 +64,12 @@ async def test_a_killed_redis_is_a_miss_and_comes_back_by_itself(own_redis: Redi
     async with guarded(own_redis.url) as guard:
         await guard.set(KEY, b"v", 60)
         own_redis.kill()
-        started = time.perf_counter()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         for _ in range(200):
             assert await guard.get(KEY) is None
             assert await guard.set(KEY, b"v", 60) is False
-        assert time.perf_counter() - started < 0.5
+        assert clock() - started < 0.5
         assert guard.breaker.state != "closed"
         own_redis.restart()
         async with asyncio.timeout(4):
