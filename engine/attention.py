@@ -6,14 +6,13 @@ All that decides a row's bits is a function of its own sequence: where the chunk
 from __future__ import annotations
 
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kv.pool import KVPool
-from engine.sequence import Sequence
 
 _SPAN = 128
 _TOGETHER = 2048  # tokens of one call: as many as stay in the cache, and the copies in buffers that are used again
@@ -41,10 +40,19 @@ class PrefillAttention:
         return (_attend_by_products if self._by_products else _attend)(q, keys, values, self._mask)
 
 
+class Blocks(Protocol):
+    """Of a sequence: where its keys and values lie."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its blocks in the pool, in order."""
+        ...
+
+
 class Row(NamedTuple):
     """A token of a sequence that a decode pass computes, at its position."""
 
-    sequence: Sequence
+    sequence: Blocks
     position: int
     token: int
 

@@ -12,6 +12,7 @@ from cache.prefix.blocks import LayoutId, chain
 from engine.attention import attention_kind
 from engine.batch import Runner
 from engine.config import EngineConfig
+from engine.decoding import MakeDecoder, quickest_decoder
 from engine.errors import ModelError, RequestError
 from engine.guide import Guide
 from engine.kv.lower import LowerTiers, build_stack
@@ -75,6 +76,7 @@ class EngineCore:
         events: BlockEvents | None = None,
         progress: Callable[[int], None] = lambda layer: None,
         wake: Callable[[], None] = lambda: None,
+        make_decoder: MakeDecoder = quickest_decoder,
     ) -> None:
         self.config, self.spec, self.tokenizer = config, files.spec, files.tokenizer
         device = pick_device(config.device)
@@ -115,10 +117,11 @@ class EngineCore:
                 wake=wake,
             )
         self.link = Link(config, self.layout, files.spec, self.pool, self.manager, wake) if config.kv_transfer else None
-        self.runner = Runner(self.model, self.pool)
+        decoder = make_decoder(self.model, self.pool)
+        self.runner = Runner(self.model, self.pool, decoder)
         self.drafter = None
         if config.speculate != "off":
-            self.drafter = Drafter(ExactRows(self.model, self.runner.padded).most)
+            self.drafter = Drafter(ExactRows(self.model, decoder).most)
         self.scheduler = Scheduler(
             self.manager,
             block_size=config.block_size,

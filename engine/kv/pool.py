@@ -26,7 +26,7 @@ class KVPool:
         self.blocks, self.block_size, self.device, self.dtype = blocks, block_size, device, dtype
         self.group = spec.heads // spec.kv_heads
         self._inner = (spec.kv_heads, spec.head_dim)
-        self._kv = _zeros((spec.layers, 2, blocks * block_size, *self._inner), device, dtype)
+        self.memory = _zeros((spec.layers, 2, blocks * block_size, *self._inner), device, dtype)
 
     @staticmethod
     def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -35,12 +35,12 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores one row per slot. slots: int64 [rows]; keys, values: [rows, kv_heads, head_dim]."""
-        self._kv[layer, 0].index_copy_(0, slots, keys)
-        self._kv[layer, 1].index_copy_(0, slots, values)
+        self.memory[layer, 0].index_copy_(0, slots, keys)
+        self.memory[layer, 1].index_copy_(0, slots, values)
 
     def read(self, layer: int, table: BlockTable) -> tuple[Tensor, Tensor]:
         """Keys and values of a table's tokens in order, each [rows, length, kv_heads, head_dim]; views if possible."""
-        keys, values = self._kv[layer, 0], self._kv[layer, 1]
+        keys, values = self.memory[layer, 0], self.memory[layer, 1]
         if table.first_slot is not None:
             span = slice(table.first_slot, table.first_slot + table.length)
             return keys[None, span], values[None, span]
@@ -84,7 +84,7 @@ class KVPool:
 
     def staging(self, count: int) -> Tensor:
         """Host memory for `count` whole blocks, page-first as `load` takes them; pinned where that speeds copies up."""
-        layers = self._kv.shape[0]
+        layers = self.memory.shape[0]
         shape = (count, layers, 2, self.block_size, *self._inner)
         return torch.empty(shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
@@ -98,8 +98,8 @@ class KVPool:
                 paged[layer, part].index_copy_(0, index, payload[:, layer, part])
 
     def _paged(self) -> Tensor:
-        layers = self._kv.shape[0]
-        return self._kv.view(layers, 2, self.blocks, self.block_size, *self._inner)
+        layers = self.memory.shape[0]
+        return self.memory.view(layers, 2, self.blocks, self.block_size, *self._inner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,11 @@ class PackedWeight:
     """An [out, in] weight in the order in which oneDNN's kernels read it."""
 
     def __init__(self, weight: Tensor) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.dtype = weight.dtype
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self.address: int = torch.ops.mkldnn.data_ptr(self._blocks)
+        self.bytes: int = torch.ops.mkldnn._nbytes(self._blocks)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[rows, in] → [rows, out]."""

@@ -83,7 +83,7 @@ class Llama:
         self.head = packed(head)
         self.decode_head: Weight = Int8Weight(head) if int8_decode else self.head
         self._eps = torch.full((1,), spec.norm_eps, device=device)
-        self._cos, self._sin = rope_tables(spec, spec.context, device)
+        self.cos, self.sin = rope_tables(spec, spec.context, device)
 
     def _get(self, name: str, *shape: int) -> Tensor:
         value = self._tensor(name)
@@ -116,7 +116,7 @@ class Llama:
         spec = self.spec
         q_out, kv_out = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         rows = len(ids)
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         x = F.embedding(ids, self.embed)
         for index, layer in enumerate((self.decode_layers if decode else self.layers)[:layers]):
             qkv = linear(self._norm(x, layer.attn_norm), layer.qkv, layer.qkv_bias)

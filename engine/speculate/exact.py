@@ -7,12 +7,14 @@ assumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.attention import attend_rows
+from engine.attention import Row
+from engine.decoding import Decoder
+from engine.kv.pool import KVPool
 from engine.model.llama import Llama
 
 MOST_ROWS = 16
@@ -24,21 +26,25 @@ _SEEN = 127  # tokens that each row sees beside itself
 
 
 class ExactRows:
-    """Compares the same rows in passes of every size that `padded` makes of up to `MOST_ROWS` rows."""
+    """Compares the same rows in passes of every size that a decoder makes of up to `MOST_ROWS` rows."""
 
     @torch.inference_mode()
-    def __init__(self, model: Llama, padded: Callable[[int], int]) -> None:
-        self._model, self._padded = model, padded
-        self._sizes = sorted({padded(rows) for rows in range(1, MOST_ROWS + 1)})
+    def __init__(self, model: Llama, decoder: Decoder) -> None:
+        pool = KVPool(model.spec, MOST_ROWS, _SEEN + 1, device=model.device, dtype=model.dtype)
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(model.spec.vocab, (self._sizes[-1],), generator=generator).to(model.device)
-        seen = torch.randn(2, _SEEN, model.spec.kv_heads, model.spec.head_dim, generator=generator)
-        self._seen = seen.to(model.device, model.dtype)
-        largest = self._pass(ids)
-        steady = torch.equal(largest, self._pass(ids.flip(0)).flip(0))
-        self._exact = {size for size in self._sizes if steady and torch.equal(self._pass(ids[:size]), largest[:size])}
+        seen = pool.memory[:_LAYERS]
+        seen.copy_(torch.randn(seen.shape, generator=generator))
+        self._padded, trial = decoder.padded, decoder.over(pool)
+        self._sizes = sorted({self._padded(rows) for rows in range(1, MOST_ROWS + 1)})
+        tokens = torch.randint(model.spec.vocab, (self._sizes[-1],), generator=generator).tolist()
+        rows = [Row(_Block([at]), _SEEN, token) for at, token in enumerate(tokens)]
+        largest = self._pass(trial, rows)
+        steady = torch.equal(largest, self._pass(trial, rows[::-1]).flip(0))
+        self._exact = {
+            size for size in self._sizes if steady and torch.equal(self._pass(trial, rows[:size]), largest[:size])
+        }
         alone = range(_ALONE if 1 in self._exact else 0)
-        if not all(torch.equal(self._pass(ids[row : row + 1]), largest[row : row + 1]) for row in alone):
+        if not all(torch.equal(self._pass(trial, rows[row : row + 1]), largest[row : row + 1]) for row in alone):
             self._exact.discard(1)
 
     def most(self, rows: int) -> int:
@@ -51,15 +57,14 @@ class ExactRows:
                 most = larger
         return most if size in self._exact else rows
 
-    def _pass(self, ids: Tensor) -> Tensor:
-        hidden = self._model.hidden(ids, torch.ones_like(ids), self._attend, decode=True, layers=_LAYERS)
-        return torch.cat([hidden.float(), self._model.logits(hidden, decode=True)], dim=1)
+    @staticmethod
+    def _pass(trial: Decoder, rows: list[Row]) -> Tensor:
+        hidden = trial.hidden(rows, layers=_LAYERS)
+        return torch.cat([hidden.float(), trial.logits(hidden)], dim=1)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Every row sees the same, and something of its own."""
-        rows = len(q)
-        keys, values = (
-            torch.cat([own[:, None], seen.expand(rows, -1, -1, -1)], dim=1)
-            for own, seen in zip((k, v), self._seen, strict=True)
-        )
-        return attend_rows(q.view(rows, k.shape[1], -1, q.shape[-1]), keys, values, keys.new_zeros(rows, 1, 1, 1))
+
+@dataclass
+class _Block:
+    """All that a decoder asks of a sequence."""
+
+    blocks: list[int]

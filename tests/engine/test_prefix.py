@@ -15,6 +15,8 @@ from cache.prefix.blocks import chain
 from engine.core import EngineCore, Generation
 from engine.kv.manager import BlockManager, NoEvents
 from engine.sampling import SamplingParams
+from engine.scheduler import Step
+from engine.sequence import Sequence
 from tests.engine import tiny
 from tests.engine.drive import GREEDY, advance, run, run_all, submit
 
@@ -50,18 +52,24 @@ def test_o66_warm_equals_cold_at_every_border(core: EngineCore, length: int) -> 
     core.check_integrity()
 
 
+def collect_logits(core: EngineCore, seen: list[torch.Tensor]) -> None:
+    """Appends to `seen` all logits from which a token is chosen."""
+    compute = core.runner.run
+
+    def spy(step: Step) -> list[tuple[Sequence, torch.Tensor]]:
+        results = compute(step)
+        seen.extend(logits for _, logits in results)
+        return results
+
+    core.runner.run = spy  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hit_gives_bitwise_the_same_logits(dtype: str) -> None:
     core = tiny.core(dtype=dtype, speculate="off")
     seen: list[torch.Tensor] = []
 
-    original = core.model.logits
-
-    def spy(hidden: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
-        seen.append(original(hidden, decode=decode))
-        return seen[-1]
-
-    core.model.logits = spy  # type: ignore[method-assign]
+    collect_logits(core, seen)
     ids = prompt(30)
     run(core, job("a", ids, tokens=3))
     run(core, job("b", ids, tokens=3))
@@ -79,13 +87,7 @@ def test_scattered_blocks_give_bitwise_the_same_logits_as_a_single_run(dtype: st
         taken = core.manager.allocate(core.manager.total)
         assert taken is not None
         core.manager.release(taken[::every][::-1])  # the first released is the first taken
-        original = core.model.logits
-
-        def spy(hidden: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
-            seen.append(original(hidden, decode=decode))
-            return seen[-1]
-
-        core.model.logits = spy  # type: ignore[method-assign]
+        collect_logits(core, seen)
         result, blocks = submit(core, job("a", prompt(45), tokens=3)), []
         while core.busy:
             blocks = list(result.sequence.blocks)

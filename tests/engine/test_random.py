@@ -10,13 +10,19 @@ import random
 import pytest
 
 from cache.prefix.blocks import Block
+from engine.compiled.decoder import CompiledDecoder
 from engine.core import EngineCore, Generation
+from engine.decoding import MakeDecoder, TorchDecoder
 from engine.kv.manager import NoEvents
 from engine.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.drive import GREEDY, Result, advance, run, submit
 
-REFERENCE = tiny.core(blocks=64, prefix_reuse=False, speculate="off")
+DECODERS: dict[str, MakeDecoder] = {"compiled": CompiledDecoder, "torch": TorchDecoder}
+REFERENCES = {
+    name: tiny.core(blocks=64, prefix_reuse=False, speculate="off", make_decoder=make)
+    for name, make in DECODERS.items()
+}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
 
 
@@ -37,10 +43,11 @@ class HeadsLast(NoEvents):
 class Machine:
     """Random actions on one engine, checked against what is known."""
 
-    def __init__(self, seed: int, blocks: int) -> None:
+    def __init__(self, seed: int, blocks: int, decoder: str) -> None:
         self.rng = random.Random(seed)
-        self.order = HeadsLast()
-        self.core = tiny.core(blocks=blocks, max_running=self.rng.choice([1, 3, 8]), events=self.order)
+        self.order, self.reference = HeadsLast(), REFERENCES[decoder]
+        most, make = self.rng.choice([1, 3, 8]), DECODERS[decoder]
+        self.core = tiny.core(blocks=blocks, max_running=most, events=self.order, make_decoder=make)
         self.order.core = self.core
         assert self.core.drafter is not None
         self.core.drafter.timed = lambda rows, seconds: None  # type: ignore[method-assign]  # no clock decides here
@@ -87,14 +94,15 @@ class Machine:
                 del self.results[name]
                 job = self.jobs[name]
                 plain = Generation("ref", job.prompt, job.max_tokens, job.sampling)
-                expected = run(REFERENCE, plain)
+                expected = run(self.reference, plain)
                 assert (result.tokens, result.text, result.reason) == (expected.tokens, expected.text, expected.reason)
                 self.checked += 1
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(("seed", "blocks"), [(1, 14), (2, 16), (3, 24), (4, 40)])
-def test_random_lives_end_as_their_references_do(seed: int, blocks: int) -> None:
-    machine = Machine(seed, blocks)
+def test_random_lives_end_as_their_references_do(seed: int, blocks: int, decoder: str) -> None:
+    machine = Machine(seed, blocks, decoder)
     for _ in range(800):
         machine.act()
         machine.check_finished()

@@ -60,7 +60,7 @@ def test_a_row_attends_to_the_same_bits_in_any_company_wherever_its_blocks_lie(d
             length = rng.choice([1, 16, 100, 127, 128, 129, 200, 256, 300])
             blocks = [free.pop(0) for _ in range(-(-(length + 3) // 16))]
             shared = Blocks(blocks)  # the rows of a draft lie behind each other
-            rows += [Row(shared, length - 1 + at, 0) for at in range(rng.choice([1, 1, 3]))]  # type: ignore[arg-type]
+            rows += [Row(shared, length - 1 + at, 0) for at in range(rng.choice([1, 1, 3]))]
         rows.sort(key=lambda row: row.spans)
         q = torch.randn(len(rows), SPEC.heads, SPEC.head_dim).to(dtype)
         k, v = (torch.randn(len(rows), SPEC.kv_heads, SPEC.head_dim).to(dtype) for _ in range(2))

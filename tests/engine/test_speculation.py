@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 import pytest
 import torch
 
+from engine.attention import Row
 from engine.config import EngineConfig
 from engine.core import EngineCore, Generation
+from engine.decoding import TorchDecoder
+from engine.kv.pool import KVPool
 from engine.model.weights import open_model
 from engine.sampling import SamplingParams
 from engine.sequence import Sequence
@@ -145,13 +149,15 @@ def test_sampled_answers_are_the_same_draws() -> None:
 
 def test_rows_that_would_change_a_bit_are_not_added() -> None:
     core = tiny.core()
-    hidden = core.model.hidden
 
-    def careless(ids: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
-        return hidden(ids, *args, **options) * (1 + 1e-6 * (len(ids) > 8))  # type: ignore[arg-type]
+    class Careless(TorchDecoder):
+        def over(self, pool: KVPool) -> Careless:
+            return Careless(core.model, pool)
 
-    core.model.hidden = careless  # type: ignore[method-assign]
-    exact = ExactRows(core.model, lambda rows: -(-rows // 4) * 4)
+        def hidden(self, rows: Rows[Row], layers: int | None = None) -> torch.Tensor:
+            return super().hidden(rows, layers) * (1 + 1e-6 * (len(rows) > 8))
+
+    exact = ExactRows(core.model, Careless(core.model, core.pool))
     assert [exact.most(rows) for rows in (1, 4, 5, 12, 16)] == [1, 4, 5, 16, 16]
 
 

@@ -12,6 +12,7 @@ from tokenizers.models import BPE
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.decoding import MakeDecoder, quickest_decoder
 from engine.kv.manager import BlockEvents
 from engine.kv.pool import KVPool
 from engine.model.spec import ModelSpec
@@ -89,7 +90,12 @@ def config(blocks: int = 64, **changes: object) -> EngineConfig:
 
 
 def core(
-    blocks: int = 64, *, events: BlockEvents | None = None, model: ModelFiles | None = None, **changes: object
+    blocks: int = 64,
+    *,
+    events: BlockEvents | None = None,
+    model: ModelFiles | None = None,
+    make_decoder: MakeDecoder = quickest_decoder,
+    **changes: object,
 ) -> EngineCore:
     """An engine core over the tiny model."""
-    return EngineCore(config(blocks, **changes), model or files(), events=events)
+    return EngineCore(config(blocks, **changes), model or files(), events=events, make_decoder=make_decoder)

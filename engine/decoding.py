@@ -1,0 +1,78 @@
+"""Decode passes: one new token each of several sequences, and those of their drafts, in one pass.
+
+Rows are padded to the numbers at which products are quickest, and no row has a part in another's arithmetic: a
+sequence's numbers do not depend on how many others decode beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention import DecodeAttention, Row
+from engine.compiled.decoder import CompiledDecoder
+from engine.kv.pool import KVPool
+from engine.model.llama import Llama
+
+
+class Decoder(Protocol):
+    """Computes decode rows; keys and values are read from a pool and written to it."""
+
+    def over(self, pool: KVPool) -> Decoder:
+        """The same with another pool."""
+        ...
+
+    def padded(self, rows: int) -> int:
+        """How many rows a pass for so many has."""
+        ...
+
+    def hidden(self, rows: Sequence[Row], layers: int | None = None) -> Tensor:
+        """Runs all layers (or the first `layers`). Returns [rows, hidden], before the last norm."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → float32 [rows, vocab]."""
+        ...
+
+
+MakeDecoder = Callable[[Llama, KVPool], Decoder]
+
+
+def quickest_decoder(model: Llama, pool: KVPool) -> Decoder:
+    """The quickest way on the model's device."""
+    return CompiledDecoder(model, pool) if model.device.type == "cpu" else TorchDecoder(model, pool)
+
+
+class TorchDecoder:
+    """The same pass in torch's operations, for any device."""
+
+    _ROWS = 4
+
+    def __init__(self, model: Llama, pool: KVPool) -> None:
+        self._model, self._pool = model, pool
+        self._rows_at_once = 1 if model.int8_decode else self._ROWS  # sums of integers are exact in any order
+
+    def over(self, pool: KVPool) -> TorchDecoder:
+        return TorchDecoder(self._model, pool)
+
+    def padded(self, rows: int) -> int:
+        return -(-rows // self._rows_at_once) * self._rows_at_once
+
+    @torch.inference_mode()
+    def hidden(self, rows: Sequence[Row], layers: int | None = None) -> Tensor:
+        order = sorted(range(len(rows)), key=lambda at: rows[at].spans)  # those that attend together side by side
+        ordered = [rows[at] for at in order]
+        padding = [0] * (self.padded(len(rows)) - len(rows))
+        ids = torch.tensor([row.token for row in ordered] + padding, device=self._model.device)
+        positions = torch.tensor([row.position for row in ordered] + padding, device=self._model.device)
+        attend = DecodeAttention(self._pool, ordered, len(padding))
+        hidden = self._model.hidden(ids, positions, attend, decode=True, layers=layers)
+        return hidden[sorted(range(len(rows)), key=order.__getitem__)]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        padding = hidden.new_zeros(self.padded(len(hidden)) - len(hidden), hidden.shape[1])
+        return self._model.logits(torch.cat([hidden, padding]), decode=True)[: len(hidden)]

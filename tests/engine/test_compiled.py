@@ -1,0 +1,207 @@
+"""The compiled decode pass: exact where it says so, near torch's everywhere, and no row minds its company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llvmlite.binding import get_host_cpu_features
+from numba import njit
+
+from engine.attention import Row
+from engine.compiled import kernels
+from engine.compiled.arrays import columns, stored
+from engine.compiled.decoder import CompiledDecoder
+from engine.compiled.lanes import get, put
+from engine.compiled.lone import order
+from engine.decoding import TorchDecoder
+from engine.kv.pool import KVPool
+from engine.model.linear import PackedWeight, linear
+from engine.model.llama import Llama
+from engine.model.spec import ModelSpec
+from tests.engine import tiny
+
+DTYPES = [torch.float32, torch.bfloat16]
+SPECS = {
+    "llama": tiny.SPEC,
+    "biased": ModelSpec(**{**vars(tiny.SPEC), "qkv_bias": True, "tied": True}),
+    "normed heads": ModelSpec(**{**vars(tiny.SPEC), "qk_norm": True, "heads": 6, "head_dim": 24}),
+    "wide": ModelSpec(**{**vars(tiny.SPEC), "hidden": 576, "ffn": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64}),
+}
+NONE = np.zeros(0, np.float32)
+
+
+@dataclass
+class Blocks:
+    """All that a decoder asks of a sequence."""
+
+    blocks: list[int]
+
+
+def weights(spec: ModelSpec) -> Callable[[str], torch.Tensor]:
+    """Random ones, norms and biases too."""
+    generator = torch.Generator().manual_seed(3)
+    matrices = tiny.files(spec).tensor
+
+    def tensor(name: str) -> torch.Tensor:
+        if name.endswith(".bias"):
+            heads = spec.heads if ".q." in name else spec.kv_heads
+            return torch.randn(heads * spec.head_dim, generator=generator) / 4
+        matrix = matrices(name)
+        return matrix if matrix.dim() > 1 else 1 + torch.randn(matrix.shape, generator=generator) / 4
+
+    return tensor
+
+
+class Bench:
+    """A random model with two pools that hold the same, and a decoder of either kind."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, **options: Any) -> None:
+        self.model = Llama(spec, weights(spec), device=torch.device("cpu"), dtype=dtype, **options)
+        pool, other = (KVPool(spec, 64, 16, device=torch.device("cpu"), dtype=dtype) for _ in range(2))
+        pool.memory.copy_(torch.randn(pool.memory.shape, generator=torch.Generator().manual_seed(5)))
+        other.memory.copy_(pool.memory)
+        self.pool, self.other = pool, other
+        self.compiled, self.plain = CompiledDecoder(self.model, pool), TorchDecoder(self.model, other)
+
+
+def some_rows(seed: int, count: int, vocab: int = 258) -> list[Row]:
+    """Rows of sequences in scattered blocks, some of them the draft of one sequence."""
+    rng = random.Random(seed)
+    free = rng.sample(range(64), 64)
+    rows: list[Row] = []
+    while len(rows) < count:
+        length = rng.choice([1, 15, 16, 17, 40, 63])
+        blocks = Blocks([free.pop() for _ in range(-(-(length + 3) // 16))])
+        drafted = rng.choice([1, 1, 3])
+        rows += [Row(blocks, length - 1 + at, rng.randrange(vocab)) for at in range(drafted)]
+    return rows[:count]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_have_the_same_bits_in_any_company_and_alone(spec: str, dtype: torch.dtype) -> None:
+    bench = Bench(SPECS[spec], dtype)
+    rows = some_rows(1, 12)
+    before = bench.pool.memory.clone()
+    hidden = bench.compiled.hidden(rows)
+    logits, after = bench.compiled.logits(hidden), bench.pool.memory.clone()
+    assert not torch.equal(before, after)
+    for size in (1, 2, 3, 4, 8):
+        bench.pool.memory.copy_(before)
+        for first in range(0, 12, size):
+            alone = bench.compiled.hidden(rows[first : first + size])
+            assert torch.equal(alone, hidden[first : first + size])
+            assert torch.equal(bench.compiled.logits(alone), logits[first : first + size])
+        assert torch.equal(bench.pool.memory, after)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_same_pass_in_torch_comes_to_the_same(spec: str, dtype: torch.dtype) -> None:
+    bench = Bench(SPECS[spec], dtype)
+    rows = some_rows(2, 10)
+    ours, theirs = (decoder.logits(decoder.hidden(rows)) for decoder in (bench.compiled, bench.plain))
+    near = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    assert (ours - theirs).norm() < near * theirs.norm()
+    assert (bench.pool.memory.double() - bench.other.memory.double()).norm() < near * bench.other.memory.double().norm()
+    few = bench.compiled.hidden(rows, layers=1)
+    assert (few.double() - bench.plain.hidden(rows, layers=1).double()).norm() < near * few.double().norm()
+
+
+def test_bfloat16_is_nearer_to_float32_than_torchs() -> None:
+    """Between the layers it keeps float32."""
+    spec = ModelSpec(**{**vars(tiny.SPEC), "layers": 12})
+    rows = some_rows(3, 12)
+    exact, rounded = Bench(spec, torch.float32), Bench(spec, torch.bfloat16)
+    exact.pool.memory.copy_(rounded.pool.memory)
+    truth = exact.compiled.logits(exact.compiled.hidden(rows))
+    ours, theirs = (
+        (decoder.logits(decoder.hidden(rows)) - truth).norm() for decoder in (rounded.compiled, rounded.plain)
+    )
+    assert ours < theirs
+
+
+def test_int8_rows_need_no_padding_and_no_lone_pass() -> None:
+    bench = Bench(tiny.SPEC, torch.float32, int8_decode=True)
+    rows = some_rows(4, 5)
+    assert [bench.compiled.padded(count) for count in (1, 2, 5)] == [1, 2, 5]
+    together = bench.compiled.hidden(rows)
+    assert torch.equal(torch.cat([bench.compiled.hidden([row]) for row in rows]), together)
+    assert (together - bench.plain.hidden(rows)).norm() < 2e-2 * together.norm()
+
+
+@pytest.mark.skipif(
+    not get_host_cpu_features().get("avx512bf16"), reason="other machines pack weights otherwise: lone rows are padded"
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "into"), [(960, 576), (576, 1536), (100, 64), (258, 32), (128, 4096)])
+def test_a_lone_rows_product_has_onednns_bits(dtype: torch.dtype, out: int, into: int) -> None:
+    generator = torch.Generator().manual_seed(out)
+    weight = (torch.randn(out, into, generator=generator) / into**0.5).to(dtype)
+    quick = PackedWeight(weight)
+    block = order(quick)
+    assert block > 0
+    x = torch.randn(40, into, generator=generator).to(dtype)
+    expected, got = linear(x, quick), torch.empty(40, out, dtype=dtype)
+    sums = np.empty(-(-out // 64) * 64, np.float32)
+    for row in range(40):
+        kernels.product(quick.address, columns(x)[row], block, sums)
+        kernels.settle(sums, NONE, stored(got[row]))
+    assert torch.equal(got, expected)
+
+
+def test_products_that_are_not_understood_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tiny.SPEC, torch.float32)
+    alone = bench.compiled.hidden(some_rows(1, 1))
+
+    def otherwise(self: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return ask(self, x, bias) * (1 + 2**-22)
+
+    ask = PackedWeight.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedWeight, "__call__", otherwise)
+        assert order(PackedWeight(torch.randn(64, 64))) == 0
+        careful = CompiledDecoder(bench.model, bench.pool)
+    assert careful.padded(1) == 4
+    assert torch.equal(careful.hidden(some_rows(1, 1)), alone)
+
+
+@njit
+def round_trip(values: Any, kept: Any, back: Any) -> None:
+    for i in range(len(values)):
+        put(kept, i, values[i])
+        back[i] = get(kept, i)
+
+
+def test_bfloat16_is_rounded_as_torch_does() -> None:
+    bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    ties = (np.arange(1, 2000, dtype=np.uint32) << np.uint32(20)) | np.uint32(0x8000)
+    odd = np.array([0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1e-45], np.float32)
+    values = np.concatenate([bits.view(np.float32), ties.view(np.float32), odd])
+    kept, back = np.zeros(len(values), np.uint16), np.zeros(len(values), np.float32)
+    round_trip(values, kept, back)
+    expected = torch.from_numpy(values).to(torch.bfloat16).float()
+    assert torch.equal(torch.from_numpy(back).nan_to_num(7), expected.nan_to_num(7))
+    assert np.array_equal(np.isnan(back), np.isnan(values))
+
+
+@njit
+def exps(values: Any, out: Any) -> None:
+    for i in range(len(values)):
+        out[i] = kernels.exp(values[i])
+
+
+def test_exp_is_exact_to_two_units() -> None:
+    values = np.linspace(-87, 88, 1_000_000).astype(np.float32)
+    out, far = np.empty_like(values), np.empty(2, np.float32)
+    exps(values, out)
+    expected = np.exp(values.astype(np.float64))
+    assert (np.abs(out - expected) / np.spacing(expected.astype(np.float32))).max() < 2
+    exps(np.array([-np.inf, -1000], np.float32), far)
+    assert (far < 2e-38).all()
