@@ -43,7 +43,7 @@ MakeDecoder = Callable[[Llama, KVPool], Decoder]
 
 def quickest_decoder(model: Llama, pool: KVPool) -> Decoder:
     """The quickest way on the model's device."""
-    return CompiledDecoder(model, pool) if model.device.type == "cpu" else TorchDecoder(model, pool)
+    return CompiledDecoder.of(model, pool) or TorchDecoder(model, pool)
 
 
 class TorchDecoder:

@@ -1,6 +1,6 @@
-"""Decode passes in machine code: all that lies between matrix products, and for a lone row the products too.
+"""Decode passes in machine code, whole: as fast as memory gives the weights, where torch needs a thousand small calls.
 
-In torch it is a thousand small calls, each of which finds caches that the weights have emptied.
+The matrices are read where oneDNN has packed them for prefills, if that is in tiles which are understood here.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from copy import copy
 import numpy as np
 import torch
 import torch.nn.functional as F
+from llvmlite.binding import get_host_cpu_features
 from torch import Tensor
 
 from engine.attention import Row
 from engine.compiled import kernels
-from engine.compiled.arrays import stacked, stored
+from engine.compiled.arrays import columns, stacked, stored
 from engine.compiled.kernels import Array
-from engine.compiled.lone import LoneRow
 from engine.kv.pool import KVPool
-from engine.model.linear import linear
+from engine.model.linear import PackedWeight, Weight
 from engine.model.llama import Llama
-
-_ROWS = 4
-"""Products are quickest for multiples of this, and then a row has the same bits at any number of rows."""
 
 
 class CompiledDecoder:
-    """Computes decode rows of a model on the CPU, whose keys and values are in `pool`. See `Decoder`."""
+    """Computes decode rows of a model whose keys and values are in `pool`. See `Decoder`. `of` makes one if it can.
 
-    def __init__(self, model: Llama, pool: KVPool) -> None:
-        spec, layers = model.spec, model.decode_layers
+    Each row is computed as if it were alone, but for the reading of weights: the bits do not depend on its company.
+    """
+
+    def __init__(self, model: Llama, pool: KVPool, matrices: Rows[Rows[int]], head: int) -> None:
+        spec, layers = model.spec, model.layers
         self._model, self._pool = model, pool
         self._attention = kernels.Attention(
             shape=kernels.Shape(spec.heads, spec.kv_heads, spec.head_dim),
@@ -41,13 +41,28 @@ class CompiledDecoder:
             cos=model.cos.numpy(),
             sin=model.sin.numpy(),
             kv=_by_layer(pool),
-            query=np.zeros(spec.head_dim, np.float32),
-            scores=np.zeros(spec.context + 16, np.float32),
+            query=np.zeros(4 * spec.head_dim, np.float32),
+            scores=np.zeros(4 * (spec.context + 4), np.float32),
+            most=np.zeros(16, np.float32),
         )
-        self._attn_norm = stacked([layer.attn_norm for layer in layers])
-        self._ffn_norm = stacked([layer.ffn_norm for layer in layers])
-        self._norm = stacked([model.norm])[0]
-        self._lone = LoneRow.of(model)
+        self._weights = kernels.Weights(
+            matrices=np.array(matrices),
+            attn_norm=stacked([layer.attn_norm for layer in layers]),
+            ffn_norm=stacked([layer.ffn_norm for layer in layers]),
+            bias=stacked([layer.qkv_bias for layer in layers]),
+            norm=stacked([model.norm])[0],
+            head=head,
+        )
+        self._scratch = self._memory(4)
+
+    @classmethod
+    def of(cls, model: Llama, pool: KVPool) -> CompiledDecoder | None:
+        """For a model on a CPU whose matrices lie in tiles, or None."""
+        tiles = _in_tiles if model.device.type == "cpu" and _can(model.dtype) else lambda weight: 0
+        layers = model.decode_layers
+        matrices = [[tiles(matrix) for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)] for layer in layers]
+        head = tiles(model.decode_head)
+        return cls(model, pool, matrices, head) if head and all(map(all, matrices)) else None
 
     def over(self, pool: KVPool) -> CompiledDecoder:
         """The same with another pool."""
@@ -57,41 +72,27 @@ class CompiledDecoder:
 
     def padded(self, rows: int) -> int:
         """How many rows a pass for so many has."""
-        if self._model.int8_decode or (rows == 1 and self._lone is not None):
-            return rows  # sums of integers are exact in any order
-        return -(-rows // _ROWS) * _ROWS
+        return rows
 
     @torch.inference_mode()
     def hidden(self, rows: Rows[Row], layers: int | None = None) -> Tensor:
         """Runs all layers (or the first `layers`). Returns float32 [rows, hidden], before the last norm."""
-        spec, seen = self._model.spec, [self._places(row) for row in rows]
-        ids = torch.tensor([row.token for row in rows] + [0] * (self.padded(len(rows)) - len(rows)))
-        x = F.embedding(ids, self._model.embed).float()
-        if len(rows) == 1 and self._lone is not None:
-            self._lone.hidden(self._attention, x[0].numpy(), seen[0], min(layers or spec.layers, spec.layers))
-            return x
-        rows_of_x, eps = x.numpy(), spec.norm_eps
+        every = self._model.spec.layers
+        x = F.embedding(torch.tensor([row.token for row in rows]), self._model.embed).float()
+        seen = [self._places(row) for row in rows]
         places, ends = np.concatenate(seen), np.array([*itertools.accumulate(map(len, seen))])
-        sizes = (spec.hidden, spec.heads * spec.head_dim, spec.ffn)
-        normed, attended, gated = (torch.zeros(len(ids), size, dtype=self._model.dtype) for size in sizes)
-        for index, layer in enumerate(self._model.decode_layers[:layers]):
-            kernels.norm_rows(rows_of_x, self._attn_norm[index], eps, stored(normed))
-            qkv = linear(normed, layer.qkv, layer.qkv_bias)
-            kernels.attend_rows(self._attention, index, stored(qkv), places, ends, stored(attended))
-            kernels.add_rows(rows_of_x, stored(linear(attended, layer.o)))
-            kernels.norm_rows(rows_of_x, self._ffn_norm[index], eps, stored(normed))
-            kernels.gate_rows(stored(linear(normed, layer.gate_up)), stored(gated))
-            kernels.add_rows(rows_of_x, stored(linear(gated, layer.down)))
-        return x[: len(rows)]
+        scratch = self._scratch_for(len(rows))
+        kernels.run_layers(
+            self._attention, self._weights, scratch, x.numpy(), places, ends, min(layers or every, every)
+        )
+        return x
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        if len(hidden) == 1 and self._lone is not None:
-            return self._lone.logits(hidden[0].numpy())[None]
-        normed = torch.zeros(self.padded(len(hidden)), hidden.shape[1], dtype=self._model.dtype)
-        kernels.norm_rows(hidden.numpy(), self._norm, self._model.spec.norm_eps, stored(normed))
-        return linear(normed, self._model.decode_head)[: len(hidden)].float()
+        out = torch.empty(len(hidden), self._model.spec.vocab)
+        kernels.run_head(self._attention, self._weights, self._scratch_for(len(hidden)), hidden.numpy(), out.numpy())
+        return out
 
     def _places(self, row: Row) -> Array:
         """Where in a layer's keys (and values) lie those of the row's own position and all before it, int64."""
@@ -99,6 +100,39 @@ class CompiledDecoder:
         blocks = np.array(row.sequence.blocks[: row.position // size + 1])
         slots = blocks[:, None] * size + np.arange(size)
         return slots.reshape(-1)[: row.position + 1] * (spec.kv_heads * spec.head_dim)
+
+    def _scratch_for(self, rows: int) -> kernels.Scratch:
+        if rows > len(self._scratch.normed):
+            self._scratch = self._memory(-(-rows // 4) * 4)
+        return self._scratch
+
+    def _memory(self, rows: int) -> kernels.Scratch:
+        spec = self._model.spec
+        heads = spec.heads * spec.head_dim
+        sizes = (spec.hidden, heads + 2 * spec.kv_heads * spec.head_dim, heads, 2 * spec.ffn, spec.ffn, spec.hidden)
+        normed, qkv, attended, gate_up, gated, out = (torch.zeros(rows, n, dtype=self._model.dtype) for n in sizes)
+        return kernels.Scratch(
+            sums=np.zeros(rows * (max(*sizes, spec.vocab) + 64), np.float32),
+            normed=stored(normed),
+            normed_columns=columns(normed),
+            qkv=stored(qkv),
+            attended=stored(attended),
+            attended_columns=columns(attended),
+            gate_up=stored(gate_up),
+            gated=stored(gated),
+            gated_columns=columns(gated),
+            out=stored(out),
+        )
+
+
+def _in_tiles(weight: Weight) -> int:
+    """Where a weight's tiles begin; 0 if it is not in tiles."""
+    return weight.tiles if isinstance(weight, PackedWeight) else 0
+
+
+def _can(dtype: torch.dtype) -> bool:
+    """Whether this machine has the instruction that sums pairs of bfloat16."""
+    return dtype == torch.float32 or bool(get_host_cpu_features().get("avx512bf16"))
 
 
 def _by_layer(pool: KVPool) -> Array:

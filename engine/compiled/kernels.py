@@ -13,7 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from engine.compiled.lanes import add_column, fma, get, load, plus, power_of_two, put, splat, store, total
+from engine.compiled.lanes import (
+    add_column,
+    fma,
+    get,
+    larger,
+    load,
+    plus,
+    power_of_two,
+    put,
+    splat,
+    store,
+    store_tile,
+    store_totals,
+    tile,
+    total,
+)
 
 Array = Any
 """A NumPy array; Numba compiles these functions for the dtypes that they are called with."""
@@ -43,7 +58,7 @@ class Attention(NamedTuple):
     """All that attention of any layer needs beside its input: parameters (empty where there are none), angles, memory.
 
     q_norm, k_norm: float32 [layers, head_dim]; cos, sin: float32 [context, head_dim]; kv: stored [layers, 2, slots *
-    kv_heads * head_dim]; queries: float32 [heads * head_dim]; scores: float32 [context + 16].
+    kv_heads * head_dim]. Scratch for four heads, float32: query [4 * head_dim], scores [(context + 4) * 4], most [16].
     """
 
     shape: Shape
@@ -55,32 +70,37 @@ class Attention(NamedTuple):
     kv: Array
     query: Array
     scores: Array
+    most: Array
+
+
+tile_of_1, tile_of_4 = tile(1), tile(4)
 
 
 @compiled
-def product(address: int, x: Array, block: int, out: Array) -> None:
-    """out = W @ x, summed as oneDNN does: in order, over `block` columns at a time.
+def product(address: int, x: Array, out: Array) -> None:
+    """out = x @ W.T, each sum taken in the order of the inputs.
 
-    W lies at `address` as oneDNN packs it, [outputs / 64, columns, 64]; a column is one input of float32 (x: float32),
-    or two of bfloat16 (x: uint32). out: float32, its length a multiple of 64.
+    W lies at `address` in tiles of 64 outputs, [outputs / 64, columns, 64]; a column is one input in float32 (x:
+    float32), or two in bfloat16 (x: uint32). x: [rows, columns]; out: float32 [rows, outputs], the outputs a multiple
+    of 64. There must be memory behind both for a multiple of four rows. A tile is read once from memory, for further
+    rows from the cache.
     """
-    zero = splat(_ZERO)
-    for at in range(0, len(out), 64):
-        s0 = s1 = s2 = s3 = zero
-        for first in range(0, len(x), block):
-            t0 = t1 = t2 = t3 = zero
-            for column in range(first, min(first + block, len(x))):
-                value = x[column]
-                t0 = add_column(t0, address, value)
-                t1 = add_column(t1, address + 64, value)
-                t2 = add_column(t2, address + 128, value)
-                t3 = add_column(t3, address + 192, value)
-                address += 256
-            s0, s1, s2, s3 = plus(s0, t0), plus(s1, t1), plus(s2, t2), plus(s3, t3)
-        store(out, at, s0)
-        store(out, at + 16, s1)
-        store(out, at + 32, s2)
-        store(out, at + 48, s3)
+    rows, size = x.shape
+    for at in range(0, out.shape[1], 64):
+        for row in range(0, rows, 4):
+            here = address + at * size * 4
+            if row == rows - 1:
+                one = tile_of_1()
+                for column in range(size):
+                    one = add_column(one, here, x, row, column)
+                    here += 256
+                store_tile(out, row, at, one)
+            else:
+                four = tile_of_4()
+                for column in range(size):
+                    four = add_column(four, here, x, row, column)
+                    here += 256
+                store_tile(out, row, at, four)
 
 
 @compiled
@@ -171,94 +191,123 @@ def remember(a: Attention, layer: int, qkv: Array, position: int, place: int) ->
 
 @compiled
 def attend(a: Attention, layer: int, qkv: Array, places: Array, out: Array) -> None:
-    """Attention of one row to what lies at `places` (its own is the last). qkv, out: stored; places: int64 [tokens]."""
-    shape, query, scores = a.shape, a.query, a.scores
-    size, tokens = shape.head_dim, len(places)
-    group = shape.heads // shape.kv_heads
-    keys, values = a.kv[layer, 0], a.kv[layer, 1]
+    """Attention of one row to what lies at `places` (its own is the last). qkv, out: stored; places: int64 [tokens].
+
+    Four query heads that share a key head go together, so that a key or value is read once for them.
+    """
+    shape = a.shape
+    size, group = shape.head_dim, shape.heads // shape.kv_heads
+    cos, sin = a.cos[len(places) - 1], a.sin[len(places) - 1]
+    for shared in range(shape.kv_heads):
+        for first in range(shared * group, (shared + 1) * group, 4):
+            heads = min(4, (shared + 1) * group - first)
+            for head in range(heads):
+                at = (first + head) * size
+                rotate(qkv[at : at + size], a.q_norm[layer], a.eps, cos, sin, a.query, head * size)
+            score(a, a.kv[layer, 0], places, shared * size)
+            shares(a, len(places))
+            gather(a, a.kv[layer, 1], places, shared * size)
+            for head in range(heads):
+                for i in range(size):
+                    put(out, (first + head) * size + i, a.query[head * size + i] * a.most[head])
+
+
+@compiled
+def score(a: Attention, keys: Array, places: Array, inside: int) -> None:
+    """scores[token, head] = the head's query times the token's key, over the root of the size."""
+    size, query, zero = a.shape.head_dim, a.query, splat(_ZERO)
     scale = _ONE / np.float32(math.sqrt(np.float32(size)))
     whole = size - size % 16
-    for head in range(shape.heads):
-        inside = head // group * size
-        at = head * size
-        rotate(qkv[at : at + size], a.q_norm[layer], a.eps, a.cos[tokens - 1], a.sin[tokens - 1], query, 0)
-        most = -np.float32(np.inf)
-        for t in range(tokens):
-            score = dot(query, 0, keys, places[t] + inside, size) * scale
-            scores[t] = score
-            most = max(most, score)
-        for t in range(tokens):
-            scores[t] = exp(scores[t] - most)
-        scores[tokens : tokens + 16] = _ZERO
-        sums = splat(_ZERO)
-        for t in range(0, tokens, 16):
-            sums = plus(sums, load(scores, t))
-        share = _ONE / total(sums)
+    for t in range(len(places)):
+        place = places[t] + inside
+        s0 = s1 = s2 = s3 = zero
         for i in range(0, whole, 16):
-            gathered = splat(_ZERO)
-            for t in range(tokens):
-                gathered = fma(splat(scores[t]), load(values, places[t] + inside + i), gathered)
-            store(query, i, gathered)
+            key = load(keys, place + i)
+            s0 = fma(load(query, i), key, s0)
+            s1 = fma(load(query, size + i), key, s1)
+            s2 = fma(load(query, 2 * size + i), key, s2)
+            s3 = fma(load(query, 3 * size + i), key, s3)
+        store_totals(a.scores, 4 * t, s0, s1, s2, s3)
         for i in range(whole, size):
-            query[i] = _ZERO
-            for t in range(tokens):
-                query[i] = fma(scores[t], get(values, places[t] + inside + i), query[i])
-        for i in range(size):
-            put(out, at + i, query[i] * share)
+            for head in range(4):
+                more = get(query, head * size + i) * get(keys, place + i)
+                put(a.scores, 4 * t + head, get(a.scores, 4 * t + head) + more)
+        for head in range(4):
+            put(a.scores, 4 * t + head, get(a.scores, 4 * t + head) * scale)
 
 
 @compiled
-def norm_rows(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """`norm` of each row."""
-    for row in range(len(x)):
-        norm(x[row], weight, eps, out[row])
+def shares(a: Attention, tokens: int) -> None:
+    """Softmax but for a factor: turns scores into powers of e, the largest 1, and `most` into one over their sums."""
+    scores, most, minus_infinity = a.scores, a.most, -np.float32(np.inf)
+    end = (4 * tokens + 15) // 16 * 16
+    for i in range(4 * tokens, end):
+        scores[i] = minus_infinity
+    lanes = splat(minus_infinity)
+    for i in range(0, end, 16):
+        lanes = larger(lanes, load(scores, i))
+    store(most, 0, lanes)
+    for i in range(16):  # a lane's head is its number modulo four
+        head = i % 4
+        most[i] = max(max(most[head], most[head + 4]), max(most[head + 8], most[head + 12]))
+    for i in range(0, end, 16):
+        for lane in range(16):
+            put(scores, i + lane, exp(get(scores, i + lane) - get(most, lane)))
+    lanes = splat(_ZERO)
+    for i in range(0, end, 16):
+        lanes = plus(lanes, load(scores, i))
+    store(most, 0, lanes)
+    for head in range(4):
+        most[head] = _ONE / ((most[head] + most[head + 4]) + (most[head + 8] + most[head + 12]))
 
 
 @compiled
-def add_rows(x: Array, more: Array) -> None:
-    """`add` for each row."""
-    for row in range(len(x)):
-        add(x[row], more[row])
+def gather(a: Attention, values: Array, places: Array, inside: int) -> None:
+    """query[head] = the sum of the tokens' values, each times its share."""
+    size, query, scores, zero = a.shape.head_dim, a.query, a.scores, splat(_ZERO)
+    whole = size - size % 16
+    for i in range(0, whole, 16):
+        s0 = s1 = s2 = s3 = zero
+        for t in range(len(places)):
+            value = load(values, places[t] + inside + i)
+            s0 = fma(splat(get(scores, 4 * t)), value, s0)
+            s1 = fma(splat(get(scores, 4 * t + 1)), value, s1)
+            s2 = fma(splat(get(scores, 4 * t + 2)), value, s2)
+            s3 = fma(splat(get(scores, 4 * t + 3)), value, s3)
+        store(query, i, s0)
+        store(query, size + i, s1)
+        store(query, 2 * size + i, s2)
+        store(query, 3 * size + i, s3)
+    for i in range(whole, size):
+        for head in range(4):
+            total = _ZERO
+            for t in range(len(places)):
+                total = fma(get(scores, 4 * t + head), get(values, places[t] + inside + i), total)
+            put(query, head * size + i, total)
 
 
-@compiled
-def gate_rows(gate_up: Array, out: Array) -> None:
-    """`gate` of each row."""
-    for row in range(len(out)):
-        gate(gate_up[row], out[row])
+class Weights(NamedTuple):
+    """A model's parameters: where its matrices lie (qkv, o, gate and up, down of each layer), and the small ones.
 
-
-@compiled
-def attend_rows(a: Attention, layer: int, qkv: Array, places: Array, ends: Array, out: Array) -> None:
-    """Writes the keys and values of all rows, then `attend` for each; row r's places end at ends[r] in `places`."""
-    first = 0
-    for row in range(len(ends)):
-        remember(a, layer, qkv[row], ends[row] - first - 1, places[ends[row] - 1])
-        first = ends[row]
-    first = 0
-    for row in range(len(ends)):
-        attend(a, layer, qkv[row], places[first : ends[row]], out[row])
-        first = ends[row]
-
-
-class Matrices(NamedTuple):
-    """A model's packed matrices for a lone row: where they lie, and over how many columns each is summed at once.
-
-    addresses: int64 [layers, 4]; blocks: int64 [4]; attn_norm, ffn_norm: float32 [layers, hidden]; bias: float32
-    [layers, qkv] or [layers, 0].
+    matrices: int64 [layers, 4]; attn_norm, ffn_norm: float32 [layers, hidden]; bias: float32 [layers, qkv] or
+    [layers, 0]; norm: float32 [hidden]; head: address.
     """
 
-    addresses: Array
-    blocks: Array
+    matrices: Array
     attn_norm: Array
     ffn_norm: Array
     bias: Array
+    norm: Array
+    head: int
 
 
 class Scratch(NamedTuple):
-    """A lone row's memory: sums in float32, then stored numbers; inputs of products once more as their columns."""
+    """Memory of a pass, [rows, …] for a multiple of four rows: sums in float32, the rest stored.
 
-    wide: Array
+    Inputs of products once more as their columns.
+    """
+
+    sums: Array
     normed: Array
     normed_columns: Array
     qkv: Array
@@ -271,6 +320,54 @@ class Scratch(NamedTuple):
 
 
 @compiled
+def multiply(address: int, x: Array, s: Scratch, bias: Array, out: Array, rows: int) -> None:
+    """out = x @ W.T + bias for so many rows, stored."""
+    width = (out.shape[1] + 63) // 64 * 64
+    sums = s.sums[: (rows + 3) // 4 * 4 * width].reshape(-1, width)
+    product(address, x[:rows], sums)
+    for row in range(rows):
+        settle(sums[row], bias, out[row])
+
+
+@compiled
+def run_layers(a: Attention, w: Weights, s: Scratch, x: Array, places: Array, ends: Array, layers: int) -> None:
+    """Turns the rows' embeddings x, float32 [rows, hidden], into their hidden states after so many layers.
+
+    Row r sees what lies at places[ends[r - 1] : ends[r]], itself last. First the keys and values of all rows are
+    written: the rows of a draft see each other.
+    """
+    rows, none = len(x), x[0, :0]
+    for layer in range(layers):
+        for row in range(rows):
+            norm(x[row], w.attn_norm[layer], a.eps, s.normed[row])
+        multiply(w.matrices[layer, 0], s.normed_columns, s, w.bias[layer], s.qkv, rows)
+        for row in range(rows):
+            first = ends[row - 1] if row else 0
+            remember(a, layer, s.qkv[row], ends[row] - first - 1, places[ends[row] - 1])
+        for row in range(rows):
+            first = ends[row - 1] if row else 0
+            attend(a, layer, s.qkv[row], places[first : ends[row]], s.attended[row])
+        multiply(w.matrices[layer, 1], s.attended_columns, s, none, s.out, rows)
+        for row in range(rows):
+            add(x[row], s.out[row])
+            norm(x[row], w.ffn_norm[layer], a.eps, s.normed[row])
+        multiply(w.matrices[layer, 2], s.normed_columns, s, none, s.gate_up, rows)
+        for row in range(rows):
+            gate(s.gate_up[row], s.gated[row])
+        multiply(w.matrices[layer, 3], s.gated_columns, s, none, s.out, rows)
+        for row in range(rows):
+            add(x[row], s.out[row])
+
+
+@compiled
+def run_head(a: Attention, w: Weights, s: Scratch, x: Array, out: Array) -> None:
+    """The last norm and the head. x: float32 [rows, hidden]; out: float32 [rows, vocab]."""
+    for row in range(len(x)):
+        norm(x[row], w.norm, a.eps, s.normed[row])
+    multiply(w.head, s.normed_columns, s, x[0, :0], out, len(x))
+
+
+@compiled
 def settle(sums: Array, bias: Array, out: Array) -> None:
     """Stores sums, with a bias if there is one."""
     if len(bias):
@@ -279,37 +376,3 @@ def settle(sums: Array, bias: Array, out: Array) -> None:
     else:
         for i in range(len(out)):
             put(out, i, sums[i])
-
-
-@compiled
-def lone_hidden(a: Attention, m: Matrices, s: Scratch, x: Array, places: Array, layers: int) -> None:
-    """Runs the layers for one row, whose embedding `x` (float32) becomes its hidden state."""
-    none = x[:0]
-    for layer in range(layers):
-        norm(x, m.attn_norm[layer], a.eps, s.normed)
-        _product(m, layer, 0, s.normed_columns, s.wide, m.bias[layer], s.qkv)
-        remember(a, layer, s.qkv, len(places) - 1, places[-1])
-        attend(a, layer, s.qkv, places, s.attended)
-        _product(m, layer, 1, s.attended_columns, s.wide, none, s.out)
-        add(x, s.out)
-        norm(x, m.ffn_norm[layer], a.eps, s.normed)
-        _product(m, layer, 2, s.normed_columns, s.wide, none, s.gate_up)
-        gate(s.gate_up, s.gated)
-        _product(m, layer, 3, s.gated_columns, s.wide, none, s.out)
-        add(x, s.out)
-
-
-@compiled
-def _product(m: Matrices, layer: int, which: int, x: Array, wide: Array, bias: Array, out: Array) -> None:
-    sums = wide[: (len(out) + 63) // 64 * 64]
-    product(m.addresses[layer, which], x, m.blocks[which], sums)
-    settle(sums, bias, out)
-
-
-@compiled
-def lone_logits(s: Scratch, x: Array, weight: Array, eps: float, head: int, block: int, out: Array) -> None:
-    """The last norm and the head, at address `head`. x: float32; out: stored."""
-    norm(x, weight, eps, s.normed)
-    sums = s.wide[: (len(out) + 63) // 64 * 64]
-    product(head, s.normed_columns, block, sums)
-    settle(sums, x[:0], out)

@@ -131,6 +131,16 @@ def plus(_: Any, a: Any, b: Any) -> Any:
 
 
 @operation
+def larger(_: Any, a: Any, b: Any) -> Any:
+    """The larger of each two lanes."""
+
+    def code(_: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return lanes(lanes, lanes), code
+
+
+@operation
 def total(_: Any, value: Any) -> Any:
     """The sum of all lanes, by halves."""
 
@@ -138,38 +148,42 @@ def total(_: Any, value: Any) -> Any:
         rest, width = args[0], 16
         while width > 1:
             width //= 2
-            low, high = (
-                builder.shuffle_vector(rest, rest, ir.Constant(ir.VectorType(_I32, width), [*range(at, at + width)]))
-                for at in (0, width)
-            )
-            rest = builder.fadd(low, high)
+            rest = builder.fadd(_part(builder, rest, 0, width), _part(builder, rest, width, width))
         return builder.extract_element(rest, _I32(0))
 
     return types.float32(lanes), code
 
 
 @operation
-def add_column(_: Any, into: Any, address: Any, value: Any) -> Any:
-    """Adds to sixteen outputs what a column of inputs gives to each; the outputs' weights for it are at `address`.
+def store_totals(_: Any, array: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """array[at : at + 4] = the sums of all lanes of a, b, c and d. array: float32. Nothing checks the bounds."""
 
-    `value` is an input in float32, or a pair of inputs in bfloat16 (as uint32; the machine must have AVX512_BF16).
-    """
+    def code(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
+        a, b, c, d = args[2:]
+        rest, width = _halved(builder, 2, _halved(builder, 1, a, b), _halved(builder, 1, c, d)), 16
+        while width > 4:  # the sums alternate
+            width //= 2
+            rest = builder.fadd(_part(builder, rest, 0, width), _part(builder, rest, width, width))
+        pointer = _pointer(context, builder, array, *args[:2])
+        builder.store(rest, builder.bitcast(pointer, ir.VectorType(_F32, 4).as_pointer()), align=4)
+        return context.get_dummy_value()
 
-    def alone(_: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-        into, address, value = args
-        weights = _load(builder, builder.inttoptr(address, _F32.as_pointer()), _F32)
-        return _fma(builder, _LANES, weights, _splat(builder, value), into)
+    return types.void(array, types.int64, a, b, c, d), code
 
-    def pair(_: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-        into, address, value = args
-        pairs = _vector(_I32)
-        weights = builder.load(builder.inttoptr(address, pairs.as_pointer()), align=4)
-        kind = ir.FunctionType(_LANES, (_LANES, pairs, pairs))
-        operands = (into, weights, _splat(builder, value))
-        return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", operands, side_effect=False)
 
-    code = {types.float32: alone, types.uint32: pair}.get(value)
-    return (lanes(lanes, types.int64, value), code) if code else None
+def _halved(builder: ir.IRBuilder, step: int, a: Any, b: Any) -> Any:
+    """Sums of lanes `step` apart: by turns `step` of a and `step` of b."""
+    one, two = (
+        [lane for at in range(first, 16, 2 * step) for start in (at, 16 + at) for lane in range(start, start + step)]
+        for first in (0, step)
+    )
+    low, high = (builder.shuffle_vector(a, b, ir.Constant(_vector(_I32), places)) for places in (one, two))
+    return builder.fadd(low, high)
+
+
+def _part(builder: ir.IRBuilder, value: Any, first: int, width: int) -> Any:
+    places = ir.Constant(ir.VectorType(_I32, width), [*range(first, first + width)])
+    return builder.shuffle_vector(value, value, places)
 
 
 @operation
@@ -212,3 +226,79 @@ def power_of_two(_: Any, exponent: Any) -> Any:
         return builder.bitcast(builder.shl(biased, _I32(23)), _F32)
 
     return types.float32(types.float32), code
+
+
+class Tile(types.Type):
+    """Sums for 64 outputs of some rows: four `Lanes` a row."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(f"Tile({rows})")
+        self.rows = rows
+
+
+@register_model(Tile)
+class _TileModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Tile) -> None:
+        super().__init__(manager, kind, ir.ArrayType(_LANES, 4 * kind.rows))
+
+
+def tile(rows: int) -> Any:
+    """An operation without arguments: a tile of zeros for so many rows."""
+
+    def zeros(_: Any) -> Any:
+        return Tile(rows)(), lambda context, _, kind, __: context.get_constant_null(kind.return_type)
+
+    return operation(zeros)
+
+
+@operation
+def add_column(_: Any, sums: Any, address: Any, x: Any, row: Any, column: Any) -> Any:
+    """Adds to a tile what a column of the inputs x, from `row` on, gives to 64 outputs with the weights at `address`.
+
+    A column is an input in float32, or a pair of inputs in bfloat16 (as uint32; takes AVX512_BF16's VDPBF16PS).
+    """
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
+        total, address, inputs, row, column = args
+        pairs = x.dtype == types.uint32
+        first = builder.inttoptr(address, _vector(_I32 if pairs else _F32).as_pointer())
+        weights = [builder.load(builder.gep(first, [_I32(part)]), align=4) for part in range(4)]
+        data = context.make_array(x)(context, builder, inputs)
+        width = builder.extract_value(data.shape, 1)
+        for at in range(sums.rows):
+            index = builder.add(builder.mul(builder.add(row, row.type(at)), width), column)
+            value = _splat(builder, builder.load(builder.gep(data.data, [index])))
+            for part in range(4):
+                place = 4 * at + part
+                old = builder.extract_value(total, place)
+                new = _add_pairs(builder, old, weights[part], value) if pairs else None
+                new = new or _fma(builder, _LANES, weights[part], value, old)
+                total = builder.insert_value(total, new, place)
+        return total
+
+    return sums(sums, types.int64, x, types.int64, types.int64), code
+
+
+def _add_pairs(builder: ir.IRBuilder, into: Any, a: Any, b: Any) -> Any:
+    pairs = _vector(_I32)
+    kind = ir.FunctionType(_LANES, (_LANES, pairs, pairs))
+    return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", (into, a, b), side_effect=False)
+
+
+@operation
+def store_tile(_: Any, out: Any, row: Any, at: Any, sums: Any) -> Any:
+    """out[row + i, at : at + 64] = the sums of the tile's row i. out: float32."""
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
+        array, row, at, total = args
+        data = context.make_array(out)(context, builder, array)
+        width = builder.extract_value(data.shape, 1)
+        for index in range(sums.rows):
+            start = builder.add(builder.mul(builder.add(row, row.type(index)), width), at)
+            pointer = builder.bitcast(builder.gep(data.data, [start]), _LANES.as_pointer())
+            for part in range(4):
+                value = builder.extract_value(total, 4 * index + part)
+                builder.store(value, builder.gep(pointer, [_I32(part)]), align=4)
+        return context.get_dummy_value()
+
+    return types.void(out, types.int64, types.int64, sums), code

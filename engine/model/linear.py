@@ -8,6 +8,8 @@ threads); a lone row may be summed in another order.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,11 +21,12 @@ class PackedWeight:
     """An [out, in] weight in the order in which oneDNN's kernels read it."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.dtype = weight.dtype
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-        self.address: int = torch.ops.mkldnn.data_ptr(self._blocks)
-        self.bytes: int = torch.ops.mkldnn._nbytes(self._blocks)
+        self.tiles = _tiles(self._blocks, weight)
+        """The address of its tiles, [out / 64, columns, 64]; 0 where the library packs otherwise.
+
+        A column is one input in float32, a pair of inputs in bfloat16; missing outputs are zeros.
+        """
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[rows, in] → [rows, out]."""
@@ -31,6 +34,22 @@ class PackedWeight:
 
 
 _ROWS = 4  # of a typical product; the order that is best for few rows is no slower for many
+
+
+def _tiles(packed: Tensor, weight: Tensor) -> int:
+    outputs, inputs = weight.shape
+    each = 4 // weight.itemsize  # inputs of a column
+    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    if inputs % each or size != -(-outputs // 64) * 64 * inputs * weight.itemsize:
+        return 0
+    memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=weight.dtype).view(-1, 64 * inputs)
+    looked_at = range(0, outputs, max(64, outputs // 4 // 64 * 64))
+    for first in looked_at:
+        tile = weight[first : first + 64].view(-1, inputs // each, each).transpose(0, 1)
+        if not torch.equal(memory[first // 64].view(-1, 64, each)[:, : tile.shape[1]], tile):
+            return 0
+    return address
+
 
 Weight = Tensor | PackedWeight | Int8Weight
 """What a linear layer may hold."""

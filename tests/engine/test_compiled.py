@@ -15,25 +15,29 @@ from numba import njit
 
 from engine.attention import Row
 from engine.compiled import kernels
-from engine.compiled.arrays import columns, stored
+from engine.compiled.arrays import columns
 from engine.compiled.decoder import CompiledDecoder
 from engine.compiled.lanes import get, put
-from engine.compiled.lone import order
-from engine.decoding import TorchDecoder
+from engine.decoding import TorchDecoder, quickest_decoder
 from engine.kv.pool import KVPool
-from engine.model.linear import PackedWeight, linear
+from engine.model.linear import PackedWeight
 from engine.model.llama import Llama
 from engine.model.spec import ModelSpec
 from tests.engine import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
+SPEC = ModelSpec(**{**vars(tiny.SPEC), "hidden": 64, "ffn": 128, "head_dim": 16})
 SPECS = {
-    "llama": tiny.SPEC,
-    "biased": ModelSpec(**{**vars(tiny.SPEC), "qkv_bias": True, "tied": True}),
-    "normed heads": ModelSpec(**{**vars(tiny.SPEC), "qk_norm": True, "heads": 6, "head_dim": 24}),
-    "wide": ModelSpec(**{**vars(tiny.SPEC), "hidden": 576, "ffn": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64}),
+    "llama": SPEC,
+    "biased": ModelSpec(**{**vars(SPEC), "qkv_bias": True, "tied": True}),
+    "normed heads": ModelSpec(**{**vars(SPEC), "qk_norm": True, "heads": 8, "kv_heads": 2, "head_dim": 24}),
+    "five share one": ModelSpec(**{**vars(SPEC), "heads": 5, "kv_heads": 1, "head_dim": 64}),
+    "none share": ModelSpec(**{**vars(SPEC), "heads": 8, "kv_heads": 8, "head_dim": 8}),
+    "wide": ModelSpec(**{**vars(SPEC), "hidden": 576, "ffn": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64}),
 }
-NONE = np.zeros(0, np.float32)
+HERE = pytest.mark.skipif(
+    not get_host_cpu_features().get("avx512bf16"), reason="where oneDNN packs weights otherwise, torch decodes"
+)
 
 
 @dataclass
@@ -61,13 +65,15 @@ def weights(spec: ModelSpec) -> Callable[[str], torch.Tensor]:
 class Bench:
     """A random model with two pools that hold the same, and a decoder of either kind."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, **options: Any) -> None:
-        self.model = Llama(spec, weights(spec), device=torch.device("cpu"), dtype=dtype, **options)
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self.model = Llama(spec, weights(spec), device=torch.device("cpu"), dtype=dtype)
         pool, other = (KVPool(spec, 64, 16, device=torch.device("cpu"), dtype=dtype) for _ in range(2))
         pool.memory.copy_(torch.randn(pool.memory.shape, generator=torch.Generator().manual_seed(5)))
         other.memory.copy_(pool.memory)
         self.pool, self.other = pool, other
-        self.compiled, self.plain = CompiledDecoder(self.model, pool), TorchDecoder(self.model, other)
+        compiled = CompiledDecoder.of(self.model, pool)
+        assert compiled is not None
+        self.compiled, self.plain = compiled, TorchDecoder(self.model, other)
 
 
 def some_rows(seed: int, count: int, vocab: int = 258) -> list[Row]:
@@ -83,6 +89,7 @@ def some_rows(seed: int, count: int, vocab: int = 258) -> list[Row]:
     return rows[:count]
 
 
+@HERE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_have_the_same_bits_in_any_company_and_alone(spec: str, dtype: torch.dtype) -> None:
@@ -101,6 +108,7 @@ def test_rows_have_the_same_bits_in_any_company_and_alone(spec: str, dtype: torc
         assert torch.equal(bench.pool.memory, after)
 
 
+@HERE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_same_pass_in_torch_comes_to_the_same(spec: str, dtype: torch.dtype) -> None:
@@ -114,9 +122,10 @@ def test_the_same_pass_in_torch_comes_to_the_same(spec: str, dtype: torch.dtype)
     assert (few.double() - bench.plain.hidden(rows, layers=1).double()).norm() < near * few.double().norm()
 
 
+@HERE
 def test_bfloat16_is_nearer_to_float32_than_torchs() -> None:
     """Between the layers it keeps float32."""
-    spec = ModelSpec(**{**vars(tiny.SPEC), "layers": 12})
+    spec = ModelSpec(**{**vars(SPEC), "layers": 12})
     rows = some_rows(3, 12)
     exact, rounded = Bench(spec, torch.float32), Bench(spec, torch.bfloat16)
     exact.pool.memory.copy_(rounded.pool.memory)
@@ -127,49 +136,36 @@ def test_bfloat16_is_nearer_to_float32_than_torchs() -> None:
     assert ours < theirs
 
 
-def test_int8_rows_need_no_padding_and_no_lone_pass() -> None:
-    bench = Bench(tiny.SPEC, torch.float32, int8_decode=True)
-    rows = some_rows(4, 5)
-    assert [bench.compiled.padded(count) for count in (1, 2, 5)] == [1, 2, 5]
-    together = bench.compiled.hidden(rows)
-    assert torch.equal(torch.cat([bench.compiled.hidden([row]) for row in rows]), together)
-    assert (together - bench.plain.hidden(rows)).norm() < 2e-2 * together.norm()
-
-
-@pytest.mark.skipif(
-    not get_host_cpu_features().get("avx512bf16"), reason="other machines pack weights otherwise: lone rows are padded"
-)
+@HERE
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("out", "into"), [(960, 576), (576, 1536), (100, 64), (258, 32), (128, 4096)])
-def test_a_lone_rows_product_has_onednns_bits(dtype: torch.dtype, out: int, into: int) -> None:
+@pytest.mark.parametrize(("out", "into"), [(960, 576), (576, 1536), (100, 64), (258, 128)])
+def test_packed_weights_lie_in_tiles_and_products_with_them_are_right(dtype: torch.dtype, out: int, into: int) -> None:
     generator = torch.Generator().manual_seed(out)
     weight = (torch.randn(out, into, generator=generator) / into**0.5).to(dtype)
-    quick = PackedWeight(weight)
-    block = order(quick)
-    assert block > 0
-    x = torch.randn(40, into, generator=generator).to(dtype)
-    expected, got = linear(x, quick), torch.empty(40, out, dtype=dtype)
-    sums = np.empty(-(-out // 64) * 64, np.float32)
-    for row in range(40):
-        kernels.product(quick.address, columns(x)[row], block, sums)
-        kernels.settle(sums, NONE, stored(got[row]))
-    assert torch.equal(got, expected)
+    packed = PackedWeight(weight)
+    assert packed.tiles
+    x, width = torch.randn(8, into, generator=generator).to(dtype), -(-out // 64) * 64
+    for rows in range(1, 9):
+        sums = np.full((8, width), np.nan, np.float32)
+        kernels.product(packed.tiles, columns(x)[:rows], sums[: -(-rows // 4) * 4])
+        got = torch.from_numpy(sums[:rows])
+        assert (got[:, :out].double() - x[:rows].double() @ weight.double().T).abs().max() < 1e-5
+        assert not got[:, out:].any()
 
 
-def test_products_that_are_not_understood_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tiny.SPEC, torch.float32)
-    alone = bench.compiled.hidden(some_rows(1, 1))
+def test_what_is_packed_otherwise_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PackedWeight(torch.randn(100, 52)).tiles == 0  # oneDNN pads its inputs
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: reorder(weight.flip(0), rows))
+    model = Llama(tiny.SPEC, weights(tiny.SPEC), device=torch.device("cpu"), dtype=torch.float32)
+    pool = KVPool(tiny.SPEC, 4, 16, device=torch.device("cpu"), dtype=torch.float32)
+    assert isinstance(quickest_decoder(model, pool), TorchDecoder)
 
-    def otherwise(self: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return ask(self, x, bias) * (1 + 2**-22)
 
-    ask = PackedWeight.__call__
-    with monkeypatch.context() as patch:
-        patch.setattr(PackedWeight, "__call__", otherwise)
-        assert order(PackedWeight(torch.randn(64, 64))) == 0
-        careful = CompiledDecoder(bench.model, bench.pool)
-    assert careful.padded(1) == 4
-    assert torch.equal(careful.hidden(some_rows(1, 1)), alone)
+def test_int8_is_left_to_torch() -> None:
+    model = Llama(tiny.SPEC, weights(tiny.SPEC), device=torch.device("cpu"), dtype=torch.float32, int8_decode=True)
+    pool = KVPool(tiny.SPEC, 4, 16, device=torch.device("cpu"), dtype=torch.float32)
+    assert isinstance(quickest_decoder(model, pool), TorchDecoder)
 
 
 @njit

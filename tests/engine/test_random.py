@@ -10,15 +10,14 @@ import random
 import pytest
 
 from cache.prefix.blocks import Block
-from engine.compiled.decoder import CompiledDecoder
 from engine.core import EngineCore, Generation
-from engine.decoding import MakeDecoder, TorchDecoder
+from engine.decoding import MakeDecoder, TorchDecoder, quickest_decoder
 from engine.kv.manager import NoEvents
 from engine.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.drive import GREEDY, Result, advance, run, submit
 
-DECODERS: dict[str, MakeDecoder] = {"compiled": CompiledDecoder, "torch": TorchDecoder}
+DECODERS: dict[str, MakeDecoder] = {"quickest": quickest_decoder, "torch": TorchDecoder}
 REFERENCES = {
     name: tiny.core(blocks=64, prefix_reuse=False, speculate="off", make_decoder=make)
     for name, make in DECODERS.items()
