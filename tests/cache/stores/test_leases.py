@@ -44,12 +44,13 @@ async def test_the_first_leads_and_the_others_are_told_who_and_counted(leases: L
     assert await leases.board(b"other", b"z", 5) == b"z"
 
 
-async def test_a_lease_that_is_not_renewed_runs_out(leases: Leases) -> None:
-    await leases.board(NAME, b"a", 0.15)
-    await asyncio.sleep(0.1)
-    assert await leases.renew(NAME, b"a", 0.15, 5) == 0
-    await asyncio.sleep(0.1)
-    assert await leases.board(NAME, b"b", 0.15) == b"a"
+async def test_a_lease_that_is_not_renewed_runs_out(store: RedisStore, leases: Leases) -> None:
+    await leases.board(NAME, b"a", 30)
+    assert await leases.renew(NAME, b"a", 60, 60) == 0
+    assert await leases.board(NAME, b"b", 5) == b"a"
+    left = await store.client.execute(b"PTTL", leases._lease(NAME))
+    assert 40_000 < left <= 60_000, "from its last renewal on, whoever has asked since"
+    await leases.renew(NAME, b"a", 0.1, 60)
     await asyncio.sleep(0.2)
     assert await leases.board(NAME, b"b", 5) == b"b"
     assert await leases.renew(NAME, b"a", 5, 5) == -1, "the old leader learns that it leads no more"
@@ -72,10 +73,12 @@ async def test_nobody_can_give_up_anothers_lease(leases: Leases) -> None:
 
 async def test_for_a_moment_newcomers_are_told_that_the_result_is_stored(leases: Leases) -> None:
     await leases.board(NAME, b"a", 5)
-    await leases.end(NAME, b"a", anyway=False, stored=0.2)
+    await leases.end(NAME, b"a", anyway=False, stored=30)
     assert await leases.board(NAME, b"b", 5) == b""
-    await asyncio.sleep(0.25)
-    assert await leases.board(NAME, b"b", 5) == b"b"
+    await leases.board(b"other", b"a", 5)
+    await leases.end(b"other", b"a", anyway=False, stored=0.1)
+    await asyncio.sleep(0.2)
+    assert await leases.board(b"other", b"b", 5) == b"b"
 
 
 async def test_who_wants_it_anew_does_not_wait_for_that_moment_to_pass(leases: Leases) -> None:
