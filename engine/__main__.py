@@ -119,15 +119,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+_LARGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"  # other arenas than the first have small pages
+
+
 def with_large_pages() -> None:
     """Starts this process anew, unless the user has chosen otherwise, with its memory in pages of 2 MB.
 
-    With pages of 4 KB looking them up takes as long as reading the weights. glibc (2.35) asks the kernel for large ones
-    if this is in the environment when a process begins.
+    With pages of 4 KB, looking them up takes as long as reading the weights. glibc (from 2.35 on) asks the kernel for
+    large ones if this is in the environment when a process begins.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform == "linux" and "glibc.malloc.hugetlb" not in chosen:
-        os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (chosen, "glibc.malloc.hugetlb=1")))
+        os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (chosen, _LARGE_PAGES)))
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.compiled.kernels import Array
+from engine.compiled.jit import Array
 
 
 def stored(tensor: Tensor) -> Array:

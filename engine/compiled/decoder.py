@@ -5,20 +5,19 @@ The matrices are read where oneDNN has packed them for prefills, if that is in t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Rows
 from copy import copy
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llvmlite.binding import get_host_cpu_features
 from torch import Tensor
 
 from engine.attention import Row
-from engine.compiled import kernels
 from engine.compiled.arrays import columns, stacked, stored
-from engine.compiled.kernels import Array
+from engine.compiled.attention import Attention, Shape
+from engine.compiled.jit import Array
+from engine.compiled.passes import Scratch, Weights, run_head, run_layers
 from engine.kv.pool import KVPool
 from engine.model.linear import PackedWeight, Weight
 from engine.model.llama import Llama
@@ -33,19 +32,21 @@ class CompiledDecoder:
     def __init__(self, model: Llama, pool: KVPool, matrices: Rows[Rows[int]], head: int) -> None:
         spec, layers = model.spec, model.layers
         self._model, self._pool = model, pool
-        self._attention = kernels.Attention(
-            shape=kernels.Shape(spec.heads, spec.kv_heads, spec.head_dim),
+        self._attention = Attention(
+            shape=Shape(spec.heads, spec.kv_heads, spec.head_dim),
             eps=spec.norm_eps,
             q_norm=stacked([layer.q_norm for layer in layers]),
             k_norm=stacked([layer.k_norm for layer in layers]),
             cos=model.cos.numpy(),
             sin=model.sin.numpy(),
             kv=_by_layer(pool),
+            block_size=pool.block_size,
             query=np.zeros(4 * spec.head_dim, np.float32),
             scores=np.zeros(4 * (spec.context + 4), np.float32),
             most=np.zeros(16, np.float32),
         )
-        self._weights = kernels.Weights(
+        self._weights = Weights(
+            embedding=stored(model.embed),
             matrices=np.array(matrices),
             attn_norm=stacked([layer.attn_norm for layer in layers]),
             ffn_norm=stacked([layer.ffn_norm for layer in layers]),
@@ -67,51 +68,41 @@ class CompiledDecoder:
     def over(self, pool: KVPool) -> CompiledDecoder:
         """The same with another pool."""
         other = copy(self)
-        other._pool, other._attention = pool, self._attention._replace(kv=_by_layer(pool))
+        other._pool, other._attention = pool, self._attention._replace(kv=_by_layer(pool), block_size=pool.block_size)
         return other
 
     def padded(self, rows: int) -> int:
         """How many rows a pass for so many has."""
         return rows
 
-    @torch.inference_mode()
     def hidden(self, rows: Rows[Row], layers: int | None = None) -> Tensor:
         """Runs all layers (or the first `layers`). Returns float32 [rows, hidden], before the last norm."""
         every = self._model.spec.layers
-        x = F.embedding(torch.tensor([row.token for row in rows]), self._model.embed).float()
-        seen = [self._places(row) for row in rows]
-        places, ends = np.concatenate(seen), np.array([*itertools.accumulate(map(len, seen))])
-        scratch = self._scratch_for(len(rows))
-        kernels.run_layers(
-            self._attention, self._weights, scratch, x.numpy(), places, ends, min(layers or every, every)
-        )
-        return x
+        plan, blocks = list[tuple[int, int, int]](), list[int]()
+        for row in rows:
+            plan.append((row.token, row.position, len(blocks)))
+            blocks += row.sequence.blocks[: row.position // self._pool.block_size + 1]
+        scratch, layers = self._scratch_for(len(rows)), min(layers or every, every)
+        x = run_layers(self._attention, self._weights, scratch, np.array(plan), np.array(blocks), layers)
+        return torch.from_numpy(x)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        out = torch.empty(len(hidden), self._model.spec.vocab)
-        kernels.run_head(self._attention, self._weights, self._scratch_for(len(hidden)), hidden.numpy(), out.numpy())
-        return out
+        scratch = self._scratch_for(len(hidden))
+        out = torch.from_numpy(run_head(self._attention, self._weights, scratch, hidden.numpy()))
+        return out[:, : self._model.spec.vocab]
 
-    def _places(self, row: Row) -> Array:
-        """Where in a layer's keys (and values) lie those of the row's own position and all before it, int64."""
-        size, spec = self._pool.block_size, self._model.spec
-        blocks = np.array(row.sequence.blocks[: row.position // size + 1])
-        slots = blocks[:, None] * size + np.arange(size)
-        return slots.reshape(-1)[: row.position + 1] * (spec.kv_heads * spec.head_dim)
-
-    def _scratch_for(self, rows: int) -> kernels.Scratch:
+    def _scratch_for(self, rows: int) -> Scratch:
         if rows > len(self._scratch.normed):
             self._scratch = self._memory(-(-rows // 4) * 4)
         return self._scratch
 
-    def _memory(self, rows: int) -> kernels.Scratch:
+    def _memory(self, rows: int) -> Scratch:
         spec = self._model.spec
         heads = spec.heads * spec.head_dim
         sizes = (spec.hidden, heads + 2 * spec.kv_heads * spec.head_dim, heads, 2 * spec.ffn, spec.ffn, spec.hidden)
         normed, qkv, attended, gate_up, gated, out = (torch.zeros(rows, n, dtype=self._model.dtype) for n in sizes)
-        return kernels.Scratch(
+        return Scratch(
             sums=np.zeros(rows * (max(*sizes, spec.vocab) + 64), np.float32),
             normed=stored(normed),
             normed_columns=columns(normed),

@@ -76,6 +76,21 @@ def load(_: Any, array: Any, at: Any) -> Any:
 
 
 @operation
+def prefetch(_: Any, array: Any, at: Any) -> Any:
+    """Begins to fetch the cache line of array[at], which need not exist."""
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        pointer = builder.bitcast(_pointer(context, builder, array, *args), byte)
+        known = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        fetch = cgutils.get_or_insert_function(builder.module, known, "llvm.prefetch.p0")
+        builder.call(fetch, [pointer, _I32(0), _I32(2), _I32(1)])  # to read, into the second cache, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), code
+
+
+@operation
 def store(_: Any, array: Any, at: Any, value: Any) -> Any:
     """array[at : at + 16] = value, of float32. Nothing checks the bounds."""
 

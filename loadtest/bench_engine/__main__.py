@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import os
 
-from loadtest.bench_engine import chat, drafts, rates, tiers
+from loadtest.bench_engine import chat, drafts, floor, rates, tiers
 from loadtest.bench_engine.servers import Server, engine, lmcache, redis, started
 
-PARTS = ("tiers", "rates", "chat", "drafts")
+PARTS = ("tiers", "rates", "floor", "chat", "drafts")
 
 
 def main() -> None:
@@ -53,6 +53,8 @@ def main() -> None:
             chat.show(asyncio.run(chat.measure(flags, options.dtype, remote, turns=options.turns)))
     if "drafts" in parts:
         drafts.show(asyncio.run(drafts.measure(flags, options.rounds)))
+    if "floor" in parts:
+        floor.show(asyncio.run(floor.measure(flags, options.dtype, options.rounds)), options.dtype)
     if "rates" in parts:
         with (
             engine(*flags, "--speculate", "off") as plain,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,12 @@ from llvmlite.binding import get_host_cpu_features
 from numba import njit
 
 from engine.attention import Row
-from engine.compiled import kernels
 from engine.compiled.arrays import columns
 from engine.compiled.decoder import CompiledDecoder
+from engine.compiled.jit import code_folder
 from engine.compiled.lanes import get, put
+from engine.compiled.passes import product
+from engine.compiled.rows import exp
 from engine.decoding import TorchDecoder, quickest_decoder
 from engine.kv.pool import KVPool
 from engine.model.linear import PackedWeight
@@ -147,7 +151,7 @@ def test_packed_weights_lie_in_tiles_and_products_with_them_are_right(dtype: tor
     x, width = torch.randn(8, into, generator=generator).to(dtype), -(-out // 64) * 64
     for rows in range(1, 9):
         sums = np.full((8, width), np.nan, np.float32)
-        kernels.product(packed.tiles, columns(x)[:rows], sums[: -(-rows // 4) * 4])
+        product(packed.tiles, columns(x)[:rows], sums[: -(-rows // 4) * 4])
         got = torch.from_numpy(sums[:rows])
         assert (got[:, :out].double() - x[:rows].double() @ weight.double().T).abs().max() < 1e-5
         assert not got[:, out:].any()
@@ -190,7 +194,7 @@ def test_bfloat16_is_rounded_as_torch_does() -> None:
 @njit
 def exps(values: Any, out: Any) -> None:
     for i in range(len(values)):
-        out[i] = kernels.exp(values[i])
+        out[i] = exp(values[i])
 
 
 def test_exp_is_exact_to_two_units() -> None:
@@ -201,3 +205,28 @@ def test_exp_is_exact_to_two_units() -> None:
     assert (np.abs(out - expected) / np.spacing(expected.astype(np.float32))).max() < 2
     exps(np.array([-np.inf, -1000], np.float32), far)
     assert (far < 2e-38).all()
+
+
+def test_machine_code_is_kept_for_just_the_sources_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba alone would go on with what a function was compiled with from another file that has changed."""
+    sources, home = tmp_path / "sources", tmp_path / "home"
+    for folder in (sources, home):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (sources / "caller.py").write_text("one")
+    (sources / "called.py").write_text("two")
+    first = code_folder(sources)
+    assert first is not None and first.parent == sources / "__pycache__"
+    (sources / "called.py").write_text("three")
+    assert code_folder(sources) not in (None, first)
+    (sources / "called.py").write_text("two")
+    assert code_folder(sources) == first
+    shutil.rmtree(sources / "__pycache__")
+    (sources / "__pycache__").write_text("cannot be a folder")
+    other = code_folder(sources)
+    assert other is not None and other.is_relative_to(home) and other.name == first.name
+    shutil.rmtree(home)
+    home.write_text("nor this")
+    assert code_folder(sources) is None
