@@ -24,7 +24,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 
 def code_folder(sources: Path) -> Path | None:
-    """Where machine code of a folder's sources, as they are, is kept for the next start; None if nowhere can be written.
+    """Where machine code of a folder's sources as they are is kept for the next start; None if nowhere can be written.
 
     Numba asks whether a function's own file has changed, but what it calls, and what is compiled into it, is in others.
     """
