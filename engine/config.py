@@ -28,7 +28,7 @@ class EngineConfig:
         max_context: longest prompt plus answer; 0 takes the model's own.
         step_tokens: most prompt tokens that one step computes, beside the decodes.
         max_running: sequences that may run at once.
-        threads: of matrix products; 0 takes all cores.
+        threads: of a prefill's matrix products; 0 takes all cores. Decode on the CPU has one.
         kv_transfer: `host:port` at which other engines fetch prompts computed for them (see `pd/`), and may be told to
             fetch from others; empty: neither.
         kv_transfer_lease: seconds that a prompt computed for another engine is kept for it.
@@ -36,7 +36,7 @@ class EngineConfig:
         kv_transfer_peers: hosts to fetch from, beside this one.
         kv_events: ZMQ endpoint for KV events (see `events.py`); empty: none.
         kv_events_replay: ZMQ endpoint to replay them from; empty: none.
-        int8_decode: whether decode uses int8 copies of the weights: several times faster on a CPU, a little less exact.
+        int8_decode: whether decode uses int8 copies of the weights: faster, a little less exact; on the CPU only.
         prefix_reuse: whether known prefixes are taken from the cache at all.
         speculate: `auto`: guess tokens and verify several at once, where that does not change a bit; `off`.
     """

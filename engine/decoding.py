@@ -53,13 +53,12 @@ class TorchDecoder:
 
     def __init__(self, model: Llama, pool: KVPool) -> None:
         self._model, self._pool = model, pool
-        self._rows_at_once = 1 if model.int8_decode else self._ROWS  # sums of integers are exact in any order
 
     def over(self, pool: KVPool) -> TorchDecoder:
         return TorchDecoder(self._model, pool)
 
     def padded(self, rows: int) -> int:
-        return -(-rows // self._rows_at_once) * self._rows_at_once
+        return -(-rows // self._ROWS) * self._ROWS
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row], layers: int | None = None) -> Tensor:
@@ -69,10 +68,10 @@ class TorchDecoder:
         ids = torch.tensor([row.token for row in ordered] + padding, device=self._model.device)
         positions = torch.tensor([row.position for row in ordered] + padding, device=self._model.device)
         attend = DecodeAttention(self._pool, ordered, len(padding))
-        hidden = self._model.hidden(ids, positions, attend, decode=True, layers=layers)
+        hidden = self._model.hidden(ids, positions, attend, layers=layers)
         return hidden[sorted(range(len(rows)), key=order.__getitem__)]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         padding = hidden.new_zeros(self.padded(len(hidden)) - len(hidden), hidden.shape[1])
-        return self._model.logits(torch.cat([hidden, padding]), decode=True)[: len(hidden)]
+        return self._model.logits(torch.cat([hidden, padding]))[: len(hidden)]

@@ -5,6 +5,7 @@ The matrices are read where oneDNN has packed them for prefills, if that is in t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Rows
 from copy import copy
 
@@ -17,10 +18,16 @@ from engine.attention import Row
 from engine.compiled.arrays import columns, stacked, stored
 from engine.compiled.attention import Attention, Shape
 from engine.compiled.jit import Array
-from engine.compiled.passes import Scratch, Weights, run_head, run_layers
+from engine.compiled.passes import Input, Scratch, Weights, run_head, run_layers
 from engine.kv.pool import KVPool
-from engine.model.linear import PackedWeight, Weight
+from engine.model.int8 import Int8Weight
+from engine.model.linear import PackedWeight
 from engine.model.llama import Llama
+
+Tiled = PackedWeight | Int8Weight
+"""What has its numbers in tiles."""
+
+_NONE = np.zeros(0, np.float32)
 
 
 class CompiledDecoder:
@@ -29,7 +36,8 @@ class CompiledDecoder:
     Each row is computed as if it were alone, but for the reading of weights: the bits do not depend on its company.
     """
 
-    def __init__(self, model: Llama, pool: KVPool, matrices: Rows[Rows[int]], head: int) -> None:
+    def __init__(self, model: Llama, pool: KVPool, matrices: Rows[Tiled]) -> None:
+        """`matrices`: four of each layer, in order, and the head."""
         spec, layers = model.spec, model.layers
         self._model, self._pool = model, pool
         self._attention = Attention(
@@ -45,25 +53,32 @@ class CompiledDecoder:
             scores=np.zeros(4 * (spec.context + 4), np.float32),
             most=np.zeros(16, np.float32),
         )
+        scales = [matrix.scale.numpy() if isinstance(matrix, Int8Weight) else _NONE for matrix in matrices]
+        first = [0, *itertools.accumulate(map(len, scales))]
+        table = np.array([(matrix.tiles, at) for matrix, at in zip(matrices, first, strict=False)])
         self._weights = Weights(
+            kind=stored(model.embed[:0, 0]),
             embedding=stored(model.embed),
-            matrices=np.array(matrices),
+            matrices=table[:-1].reshape(spec.layers, 4, 2),
+            head=table[-1],
+            scales=np.concatenate(scales),
             attn_norm=stacked([layer.attn_norm for layer in layers]),
             ffn_norm=stacked([layer.ffn_norm for layer in layers]),
             bias=stacked([layer.qkv_bias for layer in layers]),
             norm=stacked([model.norm])[0],
-            head=head,
         )
         self._scratch = self._memory(4)
 
     @classmethod
     def of(cls, model: Llama, pool: KVPool) -> CompiledDecoder | None:
         """For a model on a CPU whose matrices lie in tiles, or None."""
-        tiles = _in_tiles if model.device.type == "cpu" and _can(model.dtype) else lambda weight: 0
-        layers = model.decode_layers
-        matrices = [[tiles(matrix) for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)] for layer in layers]
-        head = tiles(model.decode_head)
-        return cls(model, pool, matrices, head) if head and all(map(all, matrices)) else None
+        if model.device.type != "cpu" or not _can(model.dtype):
+            return None
+        if model.int8_head is not None:
+            return cls(model, pool, [*itertools.chain(*model.int8_layers), model.int8_head])
+        matrices = [*itertools.chain(*(layer.matrices for layer in model.layers)), model.head]
+        tiled = [matrix for matrix in matrices if isinstance(matrix, PackedWeight) and matrix.tiles]
+        return cls(model, pool, tiled) if len(tiled) == len(matrices) else None
 
     def over(self, pool: KVPool) -> CompiledDecoder:
         """The same with another pool."""
@@ -89,11 +104,10 @@ class CompiledDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
         scratch = self._scratch_for(len(hidden))
-        out = torch.from_numpy(run_head(self._attention, self._weights, scratch, hidden.numpy()))
-        return out[:, : self._model.spec.vocab]
+        return torch.from_numpy(run_head(self._attention, self._weights, scratch, hidden.numpy()))
 
     def _scratch_for(self, rows: int) -> Scratch:
-        if rows > len(self._scratch.normed):
+        if rows > len(self._scratch.qkv):
             self._scratch = self._memory(-(-rows // 4) * 4)
         return self._scratch
 
@@ -104,21 +118,14 @@ class CompiledDecoder:
         normed, qkv, attended, gate_up, gated, out = (torch.zeros(rows, n, dtype=self._model.dtype) for n in sizes)
         return Scratch(
             sums=np.zeros(rows * (max(*sizes, spec.vocab) + 64), np.float32),
-            normed=stored(normed),
-            normed_columns=columns(normed),
+            wide=np.zeros(rows * max(sizes), np.float32),
+            normed=Input(stored(normed), columns(normed)),
             qkv=stored(qkv),
-            attended=stored(attended),
-            attended_columns=columns(attended),
+            attended=Input(stored(attended), columns(attended)),
             gate_up=stored(gate_up),
-            gated=stored(gated),
-            gated_columns=columns(gated),
+            gated=Input(stored(gated), columns(gated)),
             out=stored(out),
         )
-
-
-def _in_tiles(weight: Weight) -> int:
-    """Where a weight's tiles begin; 0 if it is not in tiles."""
-    return weight.tiles if isinstance(weight, PackedWeight) else 0
 
 
 def _can(dtype: torch.dtype) -> bool:

@@ -267,17 +267,20 @@ def tile(rows: int) -> Any:
 
 
 @operation
-def add_column(_: Any, sums: Any, address: Any, x: Any, row: Any, column: Any) -> Any:
+def add_column(_: Any, sums: Any, kind: Any, address: Any, x: Any, row: Any, column: Any) -> Any:
     """Adds to a tile what a column of the inputs x, from `row` on, gives to 64 outputs with the weights at `address`.
 
-    A column is an input in float32, or a pair of inputs in bfloat16 (as uint32; takes AVX512_BF16's VDPBF16PS).
+    `kind` is any array with the dtype of the weights: float32 or int8, where a column is an input in float32, or
+    bfloat16 as uint16, where it is a pair of inputs in bfloat16, as uint32 (takes AVX512_BF16's VDPBF16PS).
     """
+    weight = {types.float32: _F32, types.uint16: _I32, types.int8: ir.IntType(8)}[kind.dtype]
 
     def code(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
-        total, address, inputs, row, column = args
-        pairs = x.dtype == types.uint32
-        first = builder.inttoptr(address, _vector(_I32 if pairs else _F32).as_pointer())
-        weights = [builder.load(builder.gep(first, [_I32(part)]), align=4) for part in range(4)]
+        total, _, address, inputs, row, column = args
+        first = builder.inttoptr(address, _vector(weight).as_pointer())
+        weights = [builder.load(builder.gep(first, [_I32(part)]), align=1) for part in range(4)]
+        if kind.dtype == types.int8:
+            weights = [builder.sitofp(builder.sext(part, _vector(_I32)), _LANES) for part in weights]
         data = context.make_array(x)(context, builder, inputs)
         width = builder.extract_value(data.shape, 1)
         for at in range(sums.rows):
@@ -286,12 +289,13 @@ def add_column(_: Any, sums: Any, address: Any, x: Any, row: Any, column: Any) -
             for part in range(4):
                 place = 4 * at + part
                 old = builder.extract_value(total, place)
+                pairs = kind.dtype == types.uint16
                 new = _add_pairs(builder, old, weights[part], value) if pairs else None
                 new = new or _fma(builder, _LANES, weights[part], value, old)
                 total = builder.insert_value(total, new, place)
         return total
 
-    return sums(sums, types.int64, x, types.int64, types.int64), code
+    return sums(sums, kind, types.int64, x, types.int64, types.int64), code
 
 
 def _add_pairs(builder: ir.IRBuilder, into: Any, a: Any, b: Any) -> Any:

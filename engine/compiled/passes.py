@@ -18,36 +18,42 @@ tile_of_1, tile_of_4 = tile(1), tile(4)
 
 
 class Weights(NamedTuple):
-    """A model's parameters: where its matrices lie (qkv, o, gate and up, down of each layer), and the rest.
+    """A model's parameters: where its matrices lie (qkv, o, gate and up, down of each layer; the head), and the rest.
 
-    embedding: stored [vocab, hidden]; matrices: int64 [layers, 4]; attn_norm, ffn_norm: float32 [layers, hidden]; bias:
-    float32 [layers, qkv] or [layers, 0]; norm: float32 [hidden]; head: address.
+    kind: no elements, of the packed matrices' dtype; embedding: stored [vocab, hidden]; matrices: int64 [layers, 4, 2];
+    head: int64 [2]. A matrix is the address of its tiles and, in int8, the place of its scales in `scales`, float32,
+    which is empty otherwise. attn_norm, ffn_norm: float32 [layers, hidden]; bias: float32 [layers, qkv] or [layers, 0];
+    norm: float32 [hidden].
     """
 
+    kind: Array
     embedding: Array
     matrices: Array
+    head: Array
+    scales: Array
     attn_norm: Array
     ffn_norm: Array
     bias: Array
     norm: Array
-    head: int
+
+
+class Input(NamedTuple):
+    """A product's inputs, [rows, …]: stored, and the same memory as columns; float32 and its columns are one."""
+
+    stored: Array
+    columns: Array
 
 
 class Scratch(NamedTuple):
-    """Memory of a pass, [rows, …] for a multiple of four rows: sums in float32, the rest stored.
-
-    Inputs of products once more as their columns.
-    """
+    """Memory of a pass, [rows, …] for a multiple of four rows. sums, wide: float32 without a shape; the rest stored."""
 
     sums: Array
-    normed: Array
-    normed_columns: Array
+    wide: Array
+    normed: Input
     qkv: Array
-    attended: Array
-    attended_columns: Array
+    attended: Input
     gate_up: Array
-    gated: Array
-    gated_columns: Array
+    gated: Input
     out: Array
 
 
@@ -66,22 +72,22 @@ def run_layers(a: Attention, w: Weights, s: Scratch, rows: Array, blocks: Array,
             x[row, i] = get(w.embedding[rows[row, 0]], i)
     for layer in range(layers):
         for row in range(count):
-            norm(x[row], w.attn_norm[layer], a.eps, s.normed[row])
+            norm(x[row], w.attn_norm[layer], a.eps, s.normed.stored[row])
         if len(places) <= _FETCHED:
             fetch(a, layer, places)
-        multiply(w.matrices[layer, 0], s.normed_columns, s, w.bias[layer], s.qkv, count)
+        multiply(w, w.matrices[layer, 0], s.normed, s, w.bias[layer], s.qkv, count)
         for row in range(count):
             remember(a, layer, s.qkv[row], rows[row, 1], places[ends[row] - 1])
         for row in range(count):
-            attend(a, layer, s.qkv[row], places[ends[row] - rows[row, 1] - 1 : ends[row]], s.attended[row])
-        multiply(w.matrices[layer, 1], s.attended_columns, s, none, s.out, count)
+            attend(a, layer, s.qkv[row], places[ends[row] - rows[row, 1] - 1 : ends[row]], s.attended.stored[row])
+        multiply(w, w.matrices[layer, 1], s.attended, s, none, s.out, count)
         for row in range(count):
             add(x[row], s.out[row])
-            norm(x[row], w.ffn_norm[layer], a.eps, s.normed[row])
-        multiply(w.matrices[layer, 2], s.normed_columns, s, none, s.gate_up, count)
+            norm(x[row], w.ffn_norm[layer], a.eps, s.normed.stored[row])
+        multiply(w, w.matrices[layer, 2], s.normed, s, none, s.gate_up, count)
         for row in range(count):
-            gate(s.gate_up[row], s.gated[row])
-        multiply(w.matrices[layer, 3], s.gated_columns, s, none, s.out, count)
+            gate(s.gate_up[row], s.gated.stored[row])
+        multiply(w, w.matrices[layer, 3], s.gated, s, none, s.out, count)
         for row in range(count):
             add(x[row], s.out[row])
     return x
@@ -89,46 +95,58 @@ def run_layers(a: Attention, w: Weights, s: Scratch, rows: Array, blocks: Array,
 
 @compiled
 def run_head(a: Attention, w: Weights, s: Scratch, x: Array) -> Array:
-    """The last norm and the head. x: float32 [rows, hidden]. Returns float32 [rows, outputs of the head's tiles]."""
+    """The last norm and the head. x: float32 [rows, hidden]. Returns float32 [rows, vocab]."""
+    out = np.empty((len(x), len(w.embedding)), np.float32)
     for row in range(len(x)):
-        norm(x[row], w.norm, a.eps, s.normed[row])
-    out = np.empty(((len(x) + 3) // 4 * 4, (len(w.embedding) + 63) // 64 * 64), np.float32)
-    product(w.head, s.normed_columns[: len(x)], out)
-    return out[: len(x)]
+        norm(x[row], w.norm, a.eps, s.normed.stored[row])
+    multiply(w, w.head, s.normed, s, x[0, :0], out, len(x))
+    return out
 
 
 @compiled
-def multiply(address: int, x: Array, s: Scratch, bias: Array, out: Array, rows: int) -> None:
+def multiply(w: Weights, matrix: Array, x: Input, s: Scratch, bias: Array, out: Array, rows: int) -> None:
     """out = x @ W.T + bias for so many rows, stored."""
-    width = (out.shape[1] + 63) // 64 * 64
-    sums = s.sums[: (rows + 3) // 4 * 4 * width].reshape(-1, width)
-    product(address, x[:rows], sums)
+    width, padded = (out.shape[1] + 63) // 64 * 64, (rows + 3) // 4 * 4
+    sums = s.sums[: padded * width].reshape(-1, width)
+    address, scale = matrix[0], matrix[1]
+    if len(w.scales):
+        size = x.stored.shape[1]
+        wide = s.wide[: padded * size].reshape(-1, size)
+        for row in range(rows):
+            for i in range(size):
+                wide[row, i] = get(x.stored[row], i)
+        product(np.empty(0, np.int8), address, wide[:rows], sums)
+        for row in range(rows):
+            for i in range(out.shape[1]):
+                sums[row, i] *= w.scales[scale + i]
+    else:
+        product(w.kind, address, x.columns[:rows], sums)
     for row in range(rows):
         settle(sums[row], bias, out[row])
 
 
 @compiled
-def product(address: int, x: Array, out: Array) -> None:
+def product(kind: Array, address: int, x: Array, out: Array) -> None:
     """out = x @ W.T, each sum taken in the order of the inputs.
 
-    W lies at `address` in tiles of 64 outputs, [outputs / 64, columns, 64]; a column is one input in float32 (x:
-    float32), or two in bfloat16 (x: uint32). x: [rows, columns]; out: float32 [rows, outputs], the outputs a multiple
-    of 64. There must be memory behind both for a multiple of four rows. A tile is read once from memory, for further
-    rows from the cache.
+    W lies at `address` in tiles of 64 outputs, [outputs / 64, columns, 64]; of `kind` and columns, see `add_column`. x:
+    [rows, columns]; out: float32 [rows, outputs], the outputs a multiple of 64. There must be memory behind both for a
+    multiple of four rows. A tile is read once from memory, for further rows from the cache.
     """
     rows, size = x.shape
+    step = 64 if kind.itemsize == 1 else 256
     for at in range(0, out.shape[1], 64):
         for row in range(0, rows, 4):
-            here = address + at * size * 4
+            here = address + at // 64 * size * step
             if row == rows - 1:
                 one = tile_of_1()
                 for column in range(size):
-                    one = add_column(one, here, x, row, column)
-                    here += 256
+                    one = add_column(one, kind, here, x, row, column)
+                    here += step
                 store_tile(out, row, at, one)
             else:
                 four = tile_of_4()
                 for column in range(size):
-                    four = add_column(four, here, x, row, column)
-                    here += 256
+                    four = add_column(four, kind, here, x, row, column)
+                    here += step
                 store_tile(out, row, at, four)

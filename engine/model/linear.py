@@ -1,4 +1,4 @@
-"""Linear layers: plain, packed for the CPU, or in int8.
+"""Linear layers: plain, or packed for the CPU.
 
 The CPU's matrix library reads a weight fastest in blocks that fit its kernels. It reorders plain weights for every
 product or, for few rows, does without and is half as fast; so they are reordered once, when the model is loaded. From
@@ -13,8 +13,6 @@ import ctypes
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from engine.model.int8 import Int8Weight
 
 
 class PackedWeight:
@@ -51,7 +49,7 @@ def _tiles(packed: Tensor, weight: Tensor) -> int:
     return address
 
 
-Weight = Tensor | PackedWeight | Int8Weight
+Weight = Tensor | PackedWeight
 """What a linear layer may hold."""
 
 

@@ -44,17 +44,22 @@ class Layer:
     gate_up: Weight
     down: Weight
 
-    def converted(self, convert: Callable[[Tensor], Weight]) -> Layer:
-        """The same layer with its matrices in another form."""
-        matrices = {name: getattr(self, name) for name in ("qkv", "o", "gate_up", "down")}
-        return replace(self, **{name: convert(matrix) for name, matrix in matrices.items()})
+    @property
+    def matrices(self) -> tuple[Weight, Weight, Weight, Weight]:
+        """In the order in which a pass reads them."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+    def packed(self) -> Layer:
+        """The same layer with its matrices in their fastest form."""
+        qkv, o, gate_up, down = (packed(m) if isinstance(m, Tensor) else m for m in self.matrices)
+        return replace(self, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
 
 class Llama:
     """Weights on a device. `hidden` runs the layers, `logits` the head; both without gradients.
 
-    With `int8_decode`, passes marked as `decode` use int8 copies of the matrices; prefill never does, so what is kept
-    in the prefix cache does not depend on it.
+    With `int8_decode` there are int8 copies of the matrices for compiled decode passes. These here never use them, so
+    what is kept in the prefix cache does not depend on it.
     """
 
     def __init__(
@@ -67,21 +72,23 @@ class Llama:
         int8_decode: bool = False,
         progress: Callable[[int], None] = lambda layer: None,
     ) -> None:
-        self.spec, self.device, self.dtype, self.int8_decode = spec, device, dtype, int8_decode
+        if int8_decode and device.type != "cpu":
+            raise ModelError("int8_decode works on the CPU only")
+        self.spec, self.device, self.dtype = spec, device, dtype
         self._tensor = tensor
         self.embed = self._get("embed", spec.vocab, spec.hidden)
         self.layers: list[Layer] = []
-        self.decode_layers = [] if int8_decode else self.layers
+        self.int8_layers: list[list[Int8Weight]] = []
         for index in range(spec.layers):
             layer = self._layer(f"layers.{index}.")
-            self.layers.append(layer.converted(packed))
+            self.layers.append(layer.packed())
             if int8_decode:
-                self.decode_layers.append(layer.converted(Int8Weight))
+                self.int8_layers.append([Int8Weight(m) for m in layer.matrices if isinstance(m, Tensor)])
             progress(index + 1)
         self.norm = self._get("norm", spec.hidden)
         head = self.embed if spec.tied else self._get("head", spec.vocab, spec.hidden)
         self.head = packed(head)
-        self.decode_head: Weight = Int8Weight(head) if int8_decode else self.head
+        self.int8_head = Int8Weight(head) if int8_decode else None
         self._eps = torch.full((1,), spec.norm_eps, device=device)
         self.cos, self.sin = rope_tables(spec, spec.context, device)
 
@@ -108,9 +115,7 @@ class Llama:
         )
 
     @torch.inference_mode()
-    def hidden(
-        self, ids: Tensor, positions: Tensor, attend: Attend, *, decode: bool = False, layers: int | None = None
-    ) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, *, layers: int | None = None) -> Tensor:
         """Runs all layers (or the first `layers`). `ids`, `positions`: int64 [rows]. Returns [rows, hidden], before the
         last norm."""
         spec = self.spec
@@ -118,7 +123,7 @@ class Llama:
         rows = len(ids)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         x = F.embedding(ids, self.embed)
-        for index, layer in enumerate((self.decode_layers if decode else self.layers)[:layers]):
+        for index, layer in enumerate(self.layers[:layers]):
             qkv = linear(self._norm(x, layer.attn_norm), layer.qkv, layer.qkv_bias)
             qk, v = qkv.split([q_out + kv_out, kv_out], dim=-1)
             qk = qk.view(rows, spec.heads + spec.kv_heads, spec.head_dim)
@@ -132,9 +137,9 @@ class Llama:
         return x
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, *, decode: bool = False) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        return linear(self._norm(hidden, self.norm), self.decode_head if decode else self.head).float()
+        return linear(self._norm(hidden, self.norm), self.head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root mean square norm over the last axis (arXiv:1910.07467), in float32; `F.rms_norm` is slower on CPUs."""

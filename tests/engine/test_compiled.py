@@ -16,7 +16,7 @@ from llvmlite.binding import get_host_cpu_features
 from numba import njit
 
 from engine.attention import Row
-from engine.compiled.arrays import columns
+from engine.compiled.arrays import columns, stored
 from engine.compiled.decoder import CompiledDecoder
 from engine.compiled.jit import code_folder
 from engine.compiled.lanes import get, put
@@ -69,8 +69,8 @@ def weights(spec: ModelSpec) -> Callable[[str], torch.Tensor]:
 class Bench:
     """A random model with two pools that hold the same, and a decoder of either kind."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self.model = Llama(spec, weights(spec), device=torch.device("cpu"), dtype=dtype)
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, int8: bool = False) -> None:
+        self.model = Llama(spec, weights(spec), device=torch.device("cpu"), dtype=dtype, int8_decode=int8)
         pool, other = (KVPool(spec, 64, 16, device=torch.device("cpu"), dtype=dtype) for _ in range(2))
         pool.memory.copy_(torch.randn(pool.memory.shape, generator=torch.Generator().manual_seed(5)))
         other.memory.copy_(pool.memory)
@@ -126,6 +126,19 @@ def test_the_same_pass_in_torch_comes_to_the_same(spec: str, dtype: torch.dtype)
     assert (few.double() - bench.plain.hidden(rows, layers=1).double()).norm() < near * few.double().norm()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_int8_comes_near_and_minds_no_company(spec: str, dtype: torch.dtype) -> None:
+    bench = Bench(SPECS[spec], dtype, int8=True)
+    rows = some_rows(4, 6)
+    hidden = bench.compiled.hidden(rows)
+    assert (hidden.double() - bench.plain.hidden(rows).double()).norm() < 5e-2 * hidden.double().norm()
+    logits = bench.compiled.logits(hidden)
+    for row in range(6):
+        assert torch.equal(bench.compiled.hidden(rows[row : row + 1])[0], hidden[row])
+        assert torch.equal(bench.compiled.logits(hidden[row : row + 1])[0], logits[row])
+
+
 @HERE
 def test_bfloat16_is_nearer_to_float32_than_torchs() -> None:
     """Between the layers it keeps float32."""
@@ -151,7 +164,7 @@ def test_packed_weights_lie_in_tiles_and_products_with_them_are_right(dtype: tor
     x, width = torch.randn(8, into, generator=generator).to(dtype), -(-out // 64) * 64
     for rows in range(1, 9):
         sums = np.full((8, width), np.nan, np.float32)
-        product(packed.tiles, columns(x)[:rows], sums[: -(-rows // 4) * 4])
+        product(stored(weight[:0]), packed.tiles, columns(x)[:rows], sums[: -(-rows // 4) * 4])
         got = torch.from_numpy(sums[:rows])
         assert (got[:, :out].double() - x[:rows].double() @ weight.double().T).abs().max() < 1e-5
         assert not got[:, out:].any()
@@ -162,12 +175,6 @@ def test_what_is_packed_otherwise_is_left_to_torch(monkeypatch: pytest.MonkeyPat
     reorder = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: reorder(weight.flip(0), rows))
     model = Llama(tiny.SPEC, weights(tiny.SPEC), device=torch.device("cpu"), dtype=torch.float32)
-    pool = KVPool(tiny.SPEC, 4, 16, device=torch.device("cpu"), dtype=torch.float32)
-    assert isinstance(quickest_decoder(model, pool), TorchDecoder)
-
-
-def test_int8_is_left_to_torch() -> None:
-    model = Llama(tiny.SPEC, weights(tiny.SPEC), device=torch.device("cpu"), dtype=torch.float32, int8_decode=True)
     pool = KVPool(tiny.SPEC, 4, 16, device=torch.device("cpu"), dtype=torch.float32)
     assert isinstance(quickest_decoder(model, pool), TorchDecoder)
 
