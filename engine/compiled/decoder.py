@@ -68,6 +68,7 @@ class CompiledDecoder:
             norm=stacked([model.norm])[0],
         )
         self._scratch = self._memory(4)
+        self.logits(self.hidden([Row(_FirstBlock(), 0, 0)], layers=1))  # compiles, so that no request waits for it
 
     @classmethod
     def of(cls, model: Llama, pool: KVPool) -> CompiledDecoder | None:
@@ -95,6 +96,8 @@ class CompiledDecoder:
         every = self._model.spec.layers
         plan, blocks = list[tuple[int, int, int]](), list[int]()
         for row in rows:
+            if not 0 <= row.token < self._model.spec.vocab:  # nothing below checks it
+                raise IndexError(f"there is no token {row.token}")
             plan.append((row.token, row.position, len(blocks)))
             blocks += row.sequence.blocks[: row.position // self._pool.block_size + 1]
         scratch, layers = self._scratch_for(len(rows)), min(layers or every, every)
@@ -135,3 +138,9 @@ def _can(dtype: torch.dtype) -> bool:
 
 def _by_layer(pool: KVPool) -> Array:
     return stored(pool.memory).reshape(len(pool.memory), 2, -1)
+
+
+class _FirstBlock:
+    @property
+    def blocks(self) -> list[int]:
+        return [0]

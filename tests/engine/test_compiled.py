@@ -72,12 +72,12 @@ class Bench:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, int8: bool = False) -> None:
         self.model = Llama(spec, weights(spec), device=torch.device("cpu"), dtype=dtype, int8_decode=int8)
         pool, other = (KVPool(spec, 64, 16, device=torch.device("cpu"), dtype=dtype) for _ in range(2))
-        pool.memory.copy_(torch.randn(pool.memory.shape, generator=torch.Generator().manual_seed(5)))
-        other.memory.copy_(pool.memory)
-        self.pool, self.other = pool, other
         compiled = CompiledDecoder.of(self.model, pool)
         assert compiled is not None
         self.compiled, self.plain = compiled, TorchDecoder(self.model, other)
+        pool.memory.copy_(torch.randn(pool.memory.shape, generator=torch.Generator().manual_seed(5)))
+        other.memory.copy_(pool.memory)
+        self.pool, self.other = pool, other
 
 
 def some_rows(seed: int, count: int, vocab: int = 258) -> list[Row]:
@@ -137,6 +137,13 @@ def test_int8_comes_near_and_minds_no_company(spec: str, dtype: torch.dtype) -> 
     for row in range(6):
         assert torch.equal(bench.compiled.hidden(rows[row : row + 1])[0], hidden[row])
         assert torch.equal(bench.compiled.logits(hidden[row : row + 1])[0], logits[row])
+
+
+def test_a_token_that_is_none_is_refused() -> None:
+    bench = Bench(SPEC, torch.float32, int8=True)
+    for token in (-1, 258):
+        with pytest.raises(IndexError, match=f"no token {token}"):
+            bench.compiled.hidden([Row(Blocks([0]), 0, token)])
 
 
 @HERE
