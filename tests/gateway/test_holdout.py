@@ -193,7 +193,7 @@ async def test_the_measured_savings_hold_the_truth_in_their_interval(tmp_path: P
         real = runtime.relay._send
 
         async def slow(*args: Any) -> Any:
-            clock._monotonic += rng.gauss(1.0, 0.2)
+            clock.advance(rng.gauss(1.0, 0.2))
             return await real(*args)
 
         runtime.relay._send = slow  # type: ignore[method-assign]
