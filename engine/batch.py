@@ -63,5 +63,5 @@ class Runner:
             for s in sequences
             for at, token in enumerate((s.tokens[s.computed], *s.draft))
         ]
-        logits = self._decoder.logits(self._decoder.hidden(rows)).cpu()
-        return list(logits.split([1 + len(s.draft) for s in sequences]))
+        _, logits = self._decoder.run(rows)
+        return list(logits.cpu().split([1 + len(s.draft) for s in sequences]))

@@ -29,12 +29,11 @@ class Decoder(Protocol):
         """How many rows a pass for so many has."""
         ...
 
-    def hidden(self, rows: Sequence[Row], layers: int | None = None) -> Tensor:
-        """Runs all layers (or the first `layers`). Returns [rows, hidden], before the last norm."""
-        ...
+    def run(self, rows: Sequence[Row], layers: int | None = None) -> tuple[Tensor, Tensor]:
+        """Runs all layers (or the first `layers`). Returns the hidden states before the last norm, and the logits.
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → float32 [rows, vocab]."""
+        [rows, hidden] and float32 [rows, vocab].
+        """
         ...
 
 
@@ -61,7 +60,7 @@ class TorchDecoder:
         return -(-rows // self._ROWS) * self._ROWS
 
     @torch.inference_mode()
-    def hidden(self, rows: Sequence[Row], layers: int | None = None) -> Tensor:
+    def run(self, rows: Sequence[Row], layers: int | None = None) -> tuple[Tensor, Tensor]:
         order = sorted(range(len(rows)), key=lambda at: rows[at].spans)  # those that attend together side by side
         ordered = [rows[at] for at in order]
         padding = [0] * (self.padded(len(rows)) - len(rows))
@@ -69,9 +68,5 @@ class TorchDecoder:
         positions = torch.tensor([row.position for row in ordered] + padding, device=self._model.device)
         attend = DecodeAttention(self._pool, ordered, len(padding))
         hidden = self._model.hidden(ids, positions, attend, layers=layers)
-        return hidden[sorted(range(len(rows)), key=order.__getitem__)]
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        padding = hidden.new_zeros(self.padded(len(hidden)) - len(hidden), hidden.shape[1])
-        return self._model.logits(torch.cat([hidden, padding]))[: len(hidden)]
+        back = sorted(range(len(rows)), key=order.__getitem__)
+        return hidden[back], self._model.logits(hidden)[back]

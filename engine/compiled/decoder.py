@@ -18,7 +18,7 @@ from engine.attention import Row
 from engine.compiled.arrays import columns, stacked, stored
 from engine.compiled.attention import Attention, Shape
 from engine.compiled.jit import Array
-from engine.compiled.passes import Input, Scratch, Weights, run_head, run_layers
+from engine.compiled.passes import Input, Scratch, Weights, run_pass
 from engine.kv.pool import KVPool
 from engine.model.int8 import Int8Weight
 from engine.model.linear import PackedWeight
@@ -68,7 +68,7 @@ class CompiledDecoder:
             norm=stacked([model.norm])[0],
         )
         self._scratch = self._memory(4)
-        self.logits(self.hidden([Row(_FirstBlock(), 0, 0)], layers=1))  # compiles, so that no request waits for it
+        self.run([Row(_FirstBlock(), 0, 0)], layers=1)  # compiles, so that no request waits for it
 
     @classmethod
     def of(cls, model: Llama, pool: KVPool) -> CompiledDecoder | None:
@@ -91,8 +91,11 @@ class CompiledDecoder:
         """How many rows a pass for so many has."""
         return rows
 
-    def hidden(self, rows: Rows[Row], layers: int | None = None) -> Tensor:
-        """Runs all layers (or the first `layers`). Returns float32 [rows, hidden], before the last norm."""
+    def run(self, rows: Rows[Row], layers: int | None = None) -> tuple[Tensor, Tensor]:
+        """Runs all layers (or the first `layers`). Returns the hidden states before the last norm, and the logits.
+
+        float32 [rows, hidden] and [rows, vocab].
+        """
         every = self._model.spec.layers
         plan, blocks = list[tuple[int, int, int]](), list[int]()
         for row in rows:
@@ -101,13 +104,8 @@ class CompiledDecoder:
             plan.append((row.token, row.position, len(blocks)))
             blocks += row.sequence.blocks[: row.position // self._pool.block_size + 1]
         scratch, layers = self._scratch_for(len(rows)), min(layers or every, every)
-        x = run_layers(self._attention, self._weights, scratch, np.array(plan), np.array(blocks), layers)
-        return torch.from_numpy(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → float32 [rows, vocab]."""
-        scratch = self._scratch_for(len(hidden))
-        return torch.from_numpy(run_head(self._attention, self._weights, scratch, hidden.numpy()))
+        hidden, logits = run_pass(self._attention, self._weights, scratch, np.array(plan), np.array(blocks), layers)
+        return torch.from_numpy(hidden), torch.from_numpy(logits)
 
     def _scratch_for(self, rows: int) -> Scratch:
         if rows > len(self._scratch.qkv):

@@ -58,9 +58,10 @@ class Scratch(NamedTuple):
 
 
 @compiled
-def run_layers(a: Attention, w: Weights, s: Scratch, rows: Array, blocks: Array, layers: int) -> Array:
-    """Runs so many layers for rows as in `lay_out`. Returns their hidden states, float32 [rows, hidden].
+def run_pass(a: Attention, w: Weights, s: Scratch, rows: Array, blocks: Array, layers: int) -> tuple[Array, Array]:
+    """Runs so many layers for rows as in `lay_out`, and the head.
 
+    Returns their hidden states before the last norm, float32 [rows, hidden], and their logits, float32 [rows, vocab].
     First the keys and values of all rows are written: the rows of a draft see each other.
     """
     places, ends = lay_out(a, rows, blocks)
@@ -90,39 +91,40 @@ def run_layers(a: Attention, w: Weights, s: Scratch, rows: Array, blocks: Array,
         multiply(w, w.matrices[layer, 3], s.gated, s, none, s.out, count)
         for row in range(count):
             add(x[row], s.out[row])
-    return x
-
-
-@compiled
-def run_head(a: Attention, w: Weights, s: Scratch, x: Array) -> Array:
-    """The last norm and the head. x: float32 [rows, hidden]. Returns float32 [rows, vocab]."""
-    out = np.empty((len(x), len(w.embedding)), np.float32)
-    for row in range(len(x)):
+    for row in range(count):
         norm(x[row], w.norm, a.eps, s.normed.stored[row])
-    multiply(w, w.head, s.normed, s, x[0, :0], out, len(x))
-    return out
+    vocab = len(w.embedding)
+    logits = np.empty(((count + 3) // 4 * 4, (vocab + 63) // 64 * 64), np.float32)
+    sum_up(w, w.head, s.normed, s, logits, count)
+    return x, logits[:count, :vocab]
 
 
 @compiled
 def multiply(w: Weights, matrix: Array, x: Input, s: Scratch, bias: Array, out: Array, rows: int) -> None:
     """out = x @ W.T + bias for so many rows, stored."""
-    width, padded = (out.shape[1] + 63) // 64 * 64, (rows + 3) // 4 * 4
-    sums = s.sums[: padded * width].reshape(-1, width)
+    width = (out.shape[1] + 63) // 64 * 64
+    sums = s.sums[: (rows + 3) // 4 * 4 * width].reshape(-1, width)
+    sum_up(w, matrix, x, s, sums, rows)
+    for row in range(rows):
+        settle(sums[row], bias, out[row])
+
+
+@compiled
+def sum_up(w: Weights, matrix: Array, x: Input, s: Scratch, sums: Array, rows: int) -> None:
+    """sums = x @ W.T for so many rows; sums: float32, as in `product`."""
     address, scale = matrix[0], matrix[1]
     if len(w.scales):
         size = x.stored.shape[1]
-        wide = s.wide[: padded * size].reshape(-1, size)
+        wide = s.wide[: (rows + 3) // 4 * 4 * size].reshape(-1, size)
         for row in range(rows):
             for i in range(size):
                 wide[row, i] = get(x.stored[row], i)
         product(np.empty(0, np.int8), address, wide[:rows], sums)
         for row in range(rows):
-            for i in range(out.shape[1]):
+            for i in range(sums.shape[1]):
                 sums[row, i] *= w.scales[scale + i]
     else:
         product(w.kind, address, x.columns[:rows], sums)
-    for row in range(rows):
-        settle(sums[row], bias, out[row])
 
 
 @compiled

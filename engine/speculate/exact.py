@@ -59,8 +59,8 @@ class ExactRows:
 
     @staticmethod
     def _pass(trial: Decoder, rows: list[Row]) -> Tensor:
-        hidden = trial.hidden(rows, layers=_LAYERS)
-        return torch.cat([hidden.float(), trial.logits(hidden)], dim=1)
+        hidden, logits = trial.run(rows, layers=_LAYERS)
+        return torch.cat([hidden.float(), logits], dim=1)
 
 
 @dataclass

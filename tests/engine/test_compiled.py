@@ -100,15 +100,15 @@ def test_rows_have_the_same_bits_in_any_company_and_alone(spec: str, dtype: torc
     bench = Bench(SPECS[spec], dtype)
     rows = some_rows(1, 12)
     before = bench.pool.memory.clone()
-    hidden = bench.compiled.hidden(rows)
-    logits, after = bench.compiled.logits(hidden), bench.pool.memory.clone()
+    (hidden, logits), after = bench.compiled.run(rows), bench.pool.memory.clone()
     assert not torch.equal(before, after)
     for size in (1, 2, 3, 4, 8):
         bench.pool.memory.copy_(before)
         for first in range(0, 12, size):
-            alone = bench.compiled.hidden(rows[first : first + size])
-            assert torch.equal(alone, hidden[first : first + size])
-            assert torch.equal(bench.compiled.logits(alone), logits[first : first + size])
+            part = slice(first, first + size)
+            alone, said = bench.compiled.run(rows[part])
+            assert torch.equal(alone, hidden[part])
+            assert torch.equal(said, logits[part])
         assert torch.equal(bench.pool.memory, after)
 
 
@@ -118,12 +118,12 @@ def test_rows_have_the_same_bits_in_any_company_and_alone(spec: str, dtype: torc
 def test_the_same_pass_in_torch_comes_to_the_same(spec: str, dtype: torch.dtype) -> None:
     bench = Bench(SPECS[spec], dtype)
     rows = some_rows(2, 10)
-    ours, theirs = (decoder.logits(decoder.hidden(rows)) for decoder in (bench.compiled, bench.plain))
+    ours, theirs = (decoder.run(rows)[1] for decoder in (bench.compiled, bench.plain))
     near = 3e-2 if dtype == torch.bfloat16 else 1e-5
     assert (ours - theirs).norm() < near * theirs.norm()
     assert (bench.pool.memory.double() - bench.other.memory.double()).norm() < near * bench.other.memory.double().norm()
-    few = bench.compiled.hidden(rows, layers=1)
-    assert (few.double() - bench.plain.hidden(rows, layers=1).double()).norm() < near * few.double().norm()
+    few, expected = (decoder.run(rows, layers=1)[0].double() for decoder in (bench.compiled, bench.plain))
+    assert (few - expected).norm() < near * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,19 +131,21 @@ def test_the_same_pass_in_torch_comes_to_the_same(spec: str, dtype: torch.dtype)
 def test_int8_comes_near_and_minds_no_company(spec: str, dtype: torch.dtype) -> None:
     bench = Bench(SPECS[spec], dtype, int8=True)
     rows = some_rows(4, 6)
-    hidden = bench.compiled.hidden(rows)
-    assert (hidden.double() - bench.plain.hidden(rows).double()).norm() < 5e-2 * hidden.double().norm()
-    logits = bench.compiled.logits(hidden)
+    hidden, logits = bench.compiled.run(rows)
+    exact, said = bench.plain.run(rows)
+    assert (hidden.double() - exact.double()).norm() < 5e-2 * exact.double().norm()
+    assert (logits - said).norm() < 5e-2 * said.norm()
     for row in range(6):
-        assert torch.equal(bench.compiled.hidden(rows[row : row + 1])[0], hidden[row])
-        assert torch.equal(bench.compiled.logits(hidden[row : row + 1])[0], logits[row])
+        alone, said = bench.compiled.run(rows[row : row + 1])
+        assert torch.equal(alone[0], hidden[row])
+        assert torch.equal(said[0], logits[row])
 
 
 def test_a_token_that_is_none_is_refused() -> None:
     bench = Bench(SPEC, torch.float32, int8=True)
     for token in (-1, 258):
         with pytest.raises(IndexError, match=f"no token {token}"):
-            bench.compiled.hidden([Row(Blocks([0]), 0, token)])
+            bench.compiled.run([Row(Blocks([0]), 0, token)])
 
 
 @HERE
@@ -153,10 +155,8 @@ def test_bfloat16_is_nearer_to_float32_than_torchs() -> None:
     rows = some_rows(3, 12)
     exact, rounded = Bench(spec, torch.float32), Bench(spec, torch.bfloat16)
     exact.pool.memory.copy_(rounded.pool.memory)
-    truth = exact.compiled.logits(exact.compiled.hidden(rows))
-    ours, theirs = (
-        (decoder.logits(decoder.hidden(rows)) - truth).norm() for decoder in (rounded.compiled, rounded.plain)
-    )
+    truth = exact.compiled.run(rows)[1]
+    ours, theirs = ((decoder.run(rows)[1] - truth).norm() for decoder in (rounded.compiled, rounded.plain))
     assert ours < theirs
 
 
