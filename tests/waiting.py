@@ -13,6 +13,9 @@ import pytest
 PATIENCE = 20.0
 """Seconds for what must come about; only a fault takes so long."""
 
+SOON = 3.0
+"""A second for what must reach another process, and two in which the machine is busy with something else."""
+
 
 async def until(true: Callable[[], object], what: str = "it came about") -> None:
     """Waits until ``true()`` is; fails the test, saying ``what`` did not come about, if that takes too long."""

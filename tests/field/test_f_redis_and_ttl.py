@@ -21,6 +21,7 @@ from tests.field.gateway_process import gateway_process
 from tests.field.reading import ASKS
 from tests.harness import upstream
 from tests.services import RedisServer, redis_server
+from tests.waiting import SOON
 
 STREAMED = B | {"stream": True}
 EMBED: dict[str, Any] = {"model": "m1", "input": "a"}
@@ -346,7 +347,7 @@ async def test_two_gateways_on_one_redis_share_answers_and_purges(
         await one.hit(B | {"seed": 8})
         await one.hit(B)
         assert (await other.gateway.client.post("/admin/purge", json={"model": "m1"})).json()["everywhere"]
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON):
             while (await one.send(B)).rose == 0:
                 await asyncio.sleep(0.02)
         await other.hit(B)

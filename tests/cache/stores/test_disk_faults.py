@@ -16,6 +16,7 @@ from cache.stores.disk import suspect
 from cache.stores.environment import kind_of
 from cache.stores.table import Table
 from tests.cache.stores.disk_bench import KEY, MIB, OTHER, child, data, finish, opened
+from tests.waiting import SOON
 
 
 def garbage(file: Path) -> None:
@@ -124,7 +125,7 @@ async def test_a_file_that_another_process_replaced_is_followed(tmp_path: Path) 
         (tmp_path / "entries").rename(tmp_path / "gone")
         bumper = child("t = Table(pathlib.Path(sys.argv[1]), 16 << 20); t.open(); t.bump(b'tag:x')", tmp_path)
         await asyncio.to_thread(finish, bumper)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON):
             while heard != ["tag:x"]:
                 await asyncio.sleep(0.01)
         watching.cancel()

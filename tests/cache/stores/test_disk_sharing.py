@@ -14,6 +14,7 @@ import pytest
 from cache.stores import disk
 from cache.stores.breaker import Breaker, GuardedStore
 from tests.cache.stores.disk_bench import KEY, MIB, OTHER, child, finish, opened
+from tests.waiting import SOON
 
 SHARE = """
 async def main():
@@ -75,7 +76,7 @@ asyncio.run(main())
             tmp_path,
         )
         generation, _ = (await asyncio.to_thread(finish, bumper)).split()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON):
             while ("model:m1", int(generation)) not in heard:
                 await asyncio.sleep(0.01)
         assert await store.get(KEY) == b"v"
