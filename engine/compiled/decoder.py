@@ -19,6 +19,7 @@ from engine.compiled.arrays import columns, stacked, stored
 from engine.compiled.attention import Attention, Shape
 from engine.compiled.jit import Array
 from engine.compiled.passes import Input, Scratch, Weights, run_pass
+from engine.errors import ModelError
 from engine.kv.pool import KVPool
 from engine.model.int8 import Int8Weight
 from engine.model.linear import PackedWeight
@@ -72,8 +73,10 @@ class CompiledDecoder:
 
     @classmethod
     def of(cls, model: Llama, pool: KVPool) -> CompiledDecoder | None:
-        """For a model on a CPU whose matrices lie in tiles, or None."""
+        """For a model on a CPU whose matrices lie in tiles, or None. Raises `ModelError` if int8 cannot be had."""
         if model.device.type != "cpu" or not _can(model.dtype):
+            if model.int8_head is not None:
+                raise ModelError("int8_decode in bfloat16 takes a CPU with AVX512_BF16; float32 works on any")
             return None
         if model.int8_head is not None:
             return cls(model, pool, [*itertools.chain(*model.int8_layers), model.int8_head])

@@ -23,6 +23,7 @@ from engine.compiled.lanes import get, put
 from engine.compiled.passes import product
 from engine.compiled.rows import exp
 from engine.decoding import TorchDecoder, quickest_decoder
+from engine.errors import ModelError
 from engine.kv.pool import KVPool
 from engine.model.linear import PackedWeight
 from engine.model.llama import Llama
@@ -126,6 +127,7 @@ def test_the_same_pass_in_torch_comes_to_the_same(spec: str, dtype: torch.dtype)
     assert (few - expected).norm() < near * expected.norm()
 
 
+@HERE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_int8_comes_near_and_minds_no_company(spec: str, dtype: torch.dtype) -> None:
@@ -139,6 +141,22 @@ def test_int8_comes_near_and_minds_no_company(spec: str, dtype: torch.dtype) -> 
         alone, said = bench.compiled.run(rows[row : row + 1])
         assert torch.equal(alone[0], hidden[row])
         assert torch.equal(said[0], logits[row])
+
+
+def test_int8_in_bfloat16_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.compiled.decoder.get_host_cpu_features", lambda: {"avx512bf16": False})
+    cpu = torch.device("cpu")
+    for dtype in DTYPES:
+        for int8 in (False, True):
+            model = Llama(SPEC, weights(SPEC), device=cpu, dtype=dtype, int8_decode=int8)
+            pool = KVPool(SPEC, 4, 16, device=cpu, dtype=dtype)
+            if dtype == torch.float32:
+                assert isinstance(quickest_decoder(model, pool), CompiledDecoder) or not int8
+            elif int8:
+                with pytest.raises(ModelError, match="AVX512_BF16"):
+                    quickest_decoder(model, pool)
+            else:
+                assert isinstance(quickest_decoder(model, pool), TorchDecoder)
 
 
 def test_a_token_that_is_none_is_refused() -> None:
