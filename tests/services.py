@@ -25,6 +25,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def freeze(pid: int) -> None:
+    """Stops a process that this one started, and waits until none of its threads runs: the signal alone is no proof."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
+def thaw(pid: int) -> None:
+    """Lets a frozen process go on."""
+    os.kill(pid, signal.SIGCONT)
+
+
 class RedisServer:
     """A redis-server process that can be frozen, killed and brought back at the same address, empty."""
 
@@ -60,10 +71,10 @@ class RedisServer:
 
     def pause(self) -> None:
         """Freeze it: connections stay open and are silent."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        thaw(self.pid)
 
     def kill(self) -> None:
         """End it at once; what it held is lost."""

@@ -24,11 +24,11 @@ async def until(true: Callable[[], object], what: str = "it came about") -> None
         await asyncio.sleep(0.005)
 
 
-def wait_until(true: Callable[[], object], what: str = "it came about") -> None:
-    """The same where there is no event loop, or it runs in another thread."""
-    deadline = time.monotonic() + PATIENCE
+def wait_until(true: Callable[[], object], what: str = "it came about", patience: float = PATIENCE) -> None:
+    """The same where there is no event loop, or it runs in another thread; `patience` in seconds."""
+    deadline = time.monotonic() + patience
     while not _came_about(true, what, deadline):
-        time.sleep(0.005)
+        time.sleep(0.002)
 
 
 def _came_about(true: Callable[[], object], what: str, deadline: float) -> bool:
@@ -36,5 +36,5 @@ def _came_about(true: Callable[[], object], what: str, deadline: float) -> bool:
     if true():
         return True
     if late:
-        pytest.fail(f"waited {PATIENCE:g} s in vain until {what}")
+        pytest.fail(f"waited in vain until {what}")
     return False

@@ -63,7 +63,8 @@ class Mover:
         self._block_bytes = block_bytes
         self._window = max(1, WINDOW_BYTES // block_bytes)
         self._pull_window = max(1, remote.tier.window_bytes // block_bytes) if remote else 0
-        self._copies_left = backlog_bytes
+        self._backlog_bytes = backlog_bytes
+        self._waiting_bytes = 0  # of copies
         self._queued: set[bytes] = set()  # digests that wait to be read from host memory
         self._lock = threading.Lock()
         self._arriving: dict[bytes, asyncio.Event] = {}  # by digest: being fetched from the remote tier
@@ -101,8 +102,9 @@ class Mover:
         if self._remote is None:
             return 0
         with self._lock:
-            count = 0 if self._closing else min(len(blocks), self._copies_left // self._block_bytes)
-            self._copies_left -= count * self._block_bytes
+            room = 0 if self._closing else self._backlog_bytes - self._waiting_bytes
+            count = min(len(blocks), room // self._block_bytes)
+            self._waiting_bytes += count * self._block_bytes
         for start in range(0, count, self._window):
             part = slice(start, min(start + self._window, count))
             copies = [memoryview(bytes(payload)) for payload in payloads[part]]
@@ -249,7 +251,7 @@ class Mover:
             finally:
                 with self._lock:
                     self._queued.difference_update(block.digest for block in job.blocks)
-                    self._copies_left += len(job.copies or ()) * self._block_bytes
+                    self._waiting_bytes -= len(job.copies or ()) * self._block_bytes
 
     async def _store_from_host(self, job: StoreJob) -> None:
         assert self._host is not None

@@ -10,7 +10,8 @@ import torch
 
 from engine.core import EngineCore
 from tests.engine import tiny
-from tests.engine.split import LOCAL, Engine, at_rest, wait
+from tests.engine.split import LOCAL, Engine, at_rest
+from tests.waiting import wait_until
 
 torch.set_num_threads(1)
 
@@ -28,5 +29,5 @@ def engine() -> Iterator[Engine]:
     yield make
     for core in made:
         assert core.link is not None
-        wait(lambda core=core: at_rest(core))
+        wait_until(lambda core=core: at_rest(core))
         core.close()

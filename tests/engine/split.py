@@ -21,13 +21,6 @@ def at_rest(core: EngineCore) -> bool:
     return core.manager.free == core.manager.total
 
 
-def wait(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.002)
-
-
 def prompt(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(f"{length} {seed}")
     return [rng.randrange(256) for _ in range(length)]

@@ -11,12 +11,12 @@ import pytest
 from cache.prefix.tiers import Limits
 from engine.core import EngineCore
 from engine.model.spec import RopeScaling
-from tests.cache.prefix.helpers import wait_for
 from tests.cache.prefix.lmcache_server import LMCacheServer, installed, lmcache_server
 from tests.engine import tiny
 from tests.engine.drive import Result
 from tests.engine.test_lower import drive
 from tests.engine.test_prefix import job, prompt, reference
+from tests.waiting import wait_until
 
 pytestmark = [installed, pytest.mark.slow, pytest.mark.timeout(300)]
 Make = Callable[..., EngineCore]
@@ -52,7 +52,7 @@ def serve(core: EngineCore, ids: list[int], salt: bytes = b"") -> Result:
     assert core.lower is not None
     result, stack = drive(core, job("a", ids, salt=salt)), core.lower.stack
     blocks = (len(ids) - len(ids) % core.config.prefill_chunk) // core.config.block_size
-    wait_for(lambda: stack.stats()["lmcache"]["stored"] >= blocks, timeout=30)
+    wait_until(lambda: stack.stats()["lmcache"]["stored"] >= blocks, patience=30)
     return result
 
 

@@ -22,6 +22,7 @@ from tests.cache.prefix.helpers import FaultyTier, RedisServer
 from tests.engine import tiny
 from tests.engine.drive import Result, advance, submit
 from tests.engine.test_prefix import job, prompt, reference
+from tests.waiting import wait_until
 
 
 class Blind(TierStack):
@@ -83,11 +84,8 @@ def drive(core: EngineCore, ask: Any) -> Result:
 def settle(core: EngineCore) -> None:
     """Waits until what is on its way to the remote tier has arrived."""
     assert core.lower is not None
-    remote = core.lower.stack.remote
-    assert remote is not None
-    before = -1
-    while before != (before := sum(remote.stats.snapshot().values())):
-        time.sleep(0.05)
+    mover = core.lower.stack._mover
+    wait_until(lambda: not mover._queued and not mover._waiting_bytes, "all blocks are stored or dropped")
 
 
 def test_blocks_evicted_from_the_device_come_back_from_the_host(make: Callable[..., EngineCore]) -> None:

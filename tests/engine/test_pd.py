@@ -14,7 +14,8 @@ from engine.guide import Grammars
 from engine.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.drive import GREEDY, advance, submit
-from tests.engine.split import Engine, computed_elsewhere, counts, drive, job, prompt, reports, run, source, split, wait
+from tests.engine.split import Engine, computed_elsewhere, counts, drive, job, prompt, reports, run, source, split
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 7, 8, 9, 16, 23, 24, 25, 100, 128])
@@ -100,7 +101,7 @@ def test_a_long_prompt_is_taken_up_bit_by_bit_beside_others(engine: Engine) -> N
     results["b"] = submit(other, job(prompt(200), id="b", source=source(params)))
     pull = results["b"].sequence.pull
     assert pull is not None
-    wait(lambda: pull.done)
+    wait_until(lambda: pull.done)
     steps = 0
     while not results["b"].deltas:
         advance(other, results)
@@ -118,6 +119,9 @@ def test_a_preempted_sequence_computes_its_prompt_again(engine: Engine) -> None:
     results = {"a": submit(other, job(prompt(30, 1), id="a", max_tokens=60))}
     advance(other, results)
     results["b"] = submit(other, job(prompt(40), id="b", max_tokens=60, source=source(params)))
+    pull = results["b"].sequence.pull
+    assert pull is not None
+    wait_until(lambda: pull.done)
     drive(other, results)
     assert other.scheduler.preemptions
     alone = tiny.core()

@@ -14,7 +14,8 @@ import pytest
 from engine.pd.wire import GREETING, NAME_BYTES, Source, is_trusted
 from tests.engine import tiny
 from tests.engine.drive import advance, submit
-from tests.engine.split import Engine, at_rest, computed_elsewhere, counts, job, prompt, run, source, split, wait
+from tests.engine.split import Engine, at_rest, computed_elsewhere, counts, job, prompt, run, source, split
+from tests.waiting import wait_until
 
 
 class TestWhatIsNotProvenIsComputed:
@@ -62,7 +63,7 @@ class TestWhatIsNotProvenIsComputed:
         one, other = engine(kv_transfer_lease=0.05), engine()
         params = computed_elsewhere(one, job(prompt(50)))
         assert not at_rest(one)
-        wait(lambda: at_rest(one))
+        wait_until(lambda: at_rest(one))
         [result] = run(other, job(prompt(50), source=source(params)))
         assert result.tokens == run(tiny.core(), job(prompt(50)))[0].tokens
         assert counts(one) == {"offered": 1, "expired": 1, "unknown": 1}
@@ -150,10 +151,10 @@ def test_a_client_that_leaves_during_the_fetch_leaves_nothing_behind(engine: Eng
             results = {"j": submit(other, job(tokens, source=stuck))}
             pull = results["j"].sequence.pull
             assert pull is not None
-            wait(lambda pull=pull: pull.loaded > 2)
+            wait_until(lambda pull=pull: pull.loaded > 2)
             advance(other, results)
             other.cancel("j")
-            wait(lambda pull=pull: pull.done)
+            wait_until(lambda pull=pull: pull.done)
         other.check_integrity()
         assert other.manager.free == other.manager.total
 
@@ -165,4 +166,4 @@ def test_a_fetching_side_that_dies_frees_the_blocks(engine: Engine) -> None:
     with socket.create_connection((there.host, there.port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         sock.sendall(GREETING.pack(b"WGPD", 1, 0, there.name, 0))
-    wait(lambda: at_rest(one))
+    wait_until(lambda: at_rest(one))

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cache.prefix.helpers import RedisServer, wait_for
+from tests.cache.prefix.helpers import RedisServer
 from tests.cache.prefix.lmcache_server import installed, lmcache_server
 from tests.engine.test_process import free_port
+from tests.waiting import wait_until
 
 MODEL = "smollm2-135m-instruct"
 FULL = 4096
@@ -39,7 +40,7 @@ def engine(*options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         return False
 
     try:
-        wait_for(ready, timeout=90)
+        wait_until(ready, patience=90)
         yield url, process
     finally:
         process.kill()
@@ -63,7 +64,7 @@ def test_a_killed_engine_starts_warm_from_redis(tmp_path: Path) -> None:
         with engine(*options) as (url, process):
             cold = ask(url)
             assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            wait_for(lambda: len(redis.block_keys()) == BLOCKS, timeout=30)
+            wait_until(lambda: len(redis.block_keys()) == BLOCKS, patience=30)
             process.kill()
         with engine(*options) as (url, _):
             warm = ask(url)
@@ -85,8 +86,8 @@ def test_engine_and_lmcache_killed_start_warm_from_its_second_level(tmp_path: Pa
         options = ("--dtype", "bfloat16", "--kv-remote", server.url, "--write-through-uses", "1")
         with engine(*options) as (url, process):
             cold = ask(url)
-            wait_for(lambda: tier_blocks(url, "lmcache", "stored") == BLOCKS, timeout=60)
-            wait_for(lambda: server.second_level_keys() >= BLOCKS, timeout=60)
+            wait_until(lambda: tier_blocks(url, "lmcache", "stored") == BLOCKS, patience=60)
+            wait_until(lambda: server.second_level_keys() >= BLOCKS, patience=60)
             process.kill()
         server.kill()
         server.start()

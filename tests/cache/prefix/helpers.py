@@ -1,10 +1,7 @@
 """Blocks with known bytes, buffers with poison, a remote tier that fails to order, a Redis server to mistreat."""
 
 import asyncio
-import os
-import signal
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -18,6 +15,8 @@ from cache.prefix.stack import TierStack
 from cache.prefix.tiers import GuardedTier, Lease, Limits
 from cache.prefix.transfer import Lookup, Transfer
 from cache.stores.breaker import Breaker
+from tests.services import freeze, thaw
+from tests.waiting import wait_until
 
 BLOCK_BYTES = 4096
 BLOCK_TOKENS = 4
@@ -44,14 +43,6 @@ def buffers(count: int) -> list[memoryview]:
     return [memoryview(bytearray(POISON)) for _ in range(count)]
 
 
-def wait_for(condition: Callable[[], object], timeout: float = 10.0) -> None:
-    """Polls until the condition holds."""
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.002)
-
-
 class RedisServer:
     """A redis-server of one's own on a unix socket, to be stopped, killed and started again."""
 
@@ -64,17 +55,17 @@ class RedisServer:
         command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.client = redis.Redis.from_url(self.url)
-        wait_for(self._answers)
+        wait_until(self._answers)
 
     def kill(self) -> None:
         self.process.kill()  # a stopped process dies of it as well
         self.process.wait()
 
     def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
+        thaw(self.process.pid)
 
     def block_keys(self) -> list[bytes]:
         """The keys that hold blocks."""
@@ -191,7 +182,7 @@ def store(stack: TierStack, blocks: Sequence[Block], **options) -> int:
 
 def look(stack: TierStack, blocks: Sequence[Block]) -> Lookup:
     lookup = stack.lookup(blocks, TENANT)
-    wait_for(lambda: lookup.done)
+    wait_until(lambda: lookup.done)
     return lookup
 
 
@@ -201,7 +192,7 @@ def fetch(stack: TierStack, blocks: Sequence[Block]) -> Transfer:
     decision = stack.decide(lookup)
     into = buffers(decision.blocks)
     transfer = stack.load(lookup, decision, into)
-    wait_for(lambda: transfer.done)
+    wait_until(lambda: transfer.done)
     check(transfer, into)
     return transfer
 
@@ -214,7 +205,7 @@ def check(transfer: Transfer, into: Sequence[memoryview]) -> None:
 
 def settled(stack: TierStack, stored: int) -> None:
     assert stack.remote is not None
-    wait_for(lambda: stack.stats()["remote"]["stored"] + stack.stats()["remote"]["dropped"] >= stored)
+    wait_until(lambda: stack.stats()["remote"]["stored"] + stack.stats()["remote"]["dropped"] >= stored)
 
 
 async def hang(_: int) -> None:

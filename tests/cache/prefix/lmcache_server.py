@@ -16,8 +16,8 @@ import pytest
 import redis
 
 from loadtest.bench_engine.servers import LMCACHE_ENVIRONMENT, lmcache_answers, lmcache_command
-from tests.cache.prefix.helpers import wait_for
 from tests.services import free_port
+from tests.waiting import wait_until
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed: see requirements-lmcache.txt"
@@ -46,7 +46,7 @@ class LMCacheServer:
 
     def wait(self) -> None:
         """Until it answers: some seconds, more on a busy machine."""
-        wait_for(self._ready, timeout=180)
+        wait_until(self._ready, patience=180)
 
     def _launch(self) -> None:
         command = lmcache_command(self.port, self.http, self.memory, self._block_size, 0.25, redis=self.redis)
@@ -69,9 +69,9 @@ class LMCacheServer:
         self._redis.wait()
         self.log.close()
 
-    def second_level_keys(self) -> int:
-        """How many objects Redis holds."""
-        return int(self._ask_redis().dbsize())  # type: ignore[arg-type]
+    def second_level_keys(self, layout: bytes = b"") -> int:
+        """How many objects Redis holds, of all layouts or of one."""
+        return sum(1 for _ in self._ask_redis().scan_iter(f"*{layout.hex()[:32]}*"))
 
     def second_level_read(self) -> int:
         """Bytes that Redis has answered so far."""

@@ -22,8 +22,8 @@ from tests.cache.prefix.helpers import (
     settled,
     store,
     stumble,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 
 def flip(record: bytes) -> bytes:
@@ -147,7 +147,7 @@ def test_a_load_ends_at_its_deadline_and_what_comes_late_is_not_written(bench): 
     assert transfer.wait(20) and time.monotonic() - started < 4
     assert transfer.loaded == 0
     release.set()
-    wait_for(lambda: stack.host.lookup(blocks) == 3)  # late, but not in vain
+    wait_until(lambda: stack.host.lookup(blocks) == 3)  # late, but not in vain
     check(transfer, into)
 
 
@@ -196,7 +196,7 @@ def test_aborts_at_any_moment_leave_nothing_behind(bench):  # O-64
             store(stack, blocks, uses=rng.choice([1, 2]))
         lookup = stack.lookup(blocks, TENANT)
         if rng.random() < 0.7:
-            wait_for(lambda lookup=lookup: lookup.done)
+            wait_until(lambda lookup=lookup: lookup.done)
         decision = stack.decide(lookup)
         into = buffers(decision.blocks)
         running.append((stack.load(lookup, decision, into), into))
@@ -206,7 +206,7 @@ def test_aborts_at_any_moment_leave_nothing_behind(bench):  # O-64
             check(transfer, into)
             over.append((transfer, into, count))
     for transfer, into in running:
-        wait_for(lambda transfer=transfer: transfer.done)
+        wait_until(lambda transfer=transfer: transfer.done)
         check(transfer, into)
     stack.close()
     for transfer, into, count in over:

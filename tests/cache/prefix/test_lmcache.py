@@ -1,6 +1,5 @@
 """The LMCache tier against the real `lmcache server`, with a second level in a real Redis (O-59, O-62, O-63)."""
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,10 @@ from tests.cache.prefix.helpers import (
     look,
     make_blocks,
     payload,
-    wait_for,
 )
 from tests.cache.prefix.lmcache_server import LMCacheServer, installed, lmcache_server
+from tests.services import freeze, thaw
+from tests.waiting import wait_until
 
 MakeStack = Callable[..., TierStack]
 
@@ -53,7 +53,7 @@ def engine(server: LMCacheServer) -> Iterator[MakeStack]:
 def store(stack: TierStack, blocks) -> None:
     before = stack.stats()["lmcache"]["stored"]
     assert stack.store(blocks, [payload(block) for block in blocks], TENANT) == len(blocks)
-    wait_for(lambda: stack.stats()["lmcache"]["stored"] >= before + len(blocks))
+    wait_until(lambda: stack.stats()["lmcache"]["stored"] >= before + len(blocks))
 
 
 @installed
@@ -76,7 +76,7 @@ class TestServer:
         blocks, stack = make_blocks(5, seed=4), engine()
         store(stack, blocks[:3])
         stack.store(blocks, [payload(block) for block in blocks], TENANT)
-        wait_for(lambda: stack.stats()["lmcache"]["stored"] == 5)
+        wait_until(lambda: stack.stats()["lmcache"]["stored"] == 5)
         assert fetch(stack, blocks).loaded == 5
 
     def test_other_layouts_and_tenants_share_no_block(self, engine):  # O-59
@@ -85,7 +85,7 @@ class TestServer:
         assert look(engine(layout=b"M" * 32), blocks).remote == 0
         assert look(engine(), make_blocks(3, seed=5, salt=b"other")).remote == 0
         lookup = (stack := engine()).lookup(blocks, b"other")
-        wait_for(lambda: lookup.done)
+        wait_until(lambda: lookup.done)
         assert lookup.remote == 0 and stack.stats()["lmcache"]["failures"] == 0
 
     def test_a_damaged_block_is_refused(self, engine, server):  # O-62
@@ -108,7 +108,7 @@ class TestServer:
         assert fetch(stack, blocks).loaded == 3
         look(stack, blocks)
         stack.close()
-        wait_for(lambda: server.locks() == 0)
+        wait_until(lambda: server.locks() == 0)
 
     def test_a_frozen_server_delays_nobody(self, engine, server):
         blocks = make_blocks(3, seed=8)
@@ -117,25 +117,28 @@ class TestServer:
         store(stack, blocks)
         lookup = look(stack, blocks)
         stack.remote._limits = Limits(0.2, 0.2, 0.2)
-        server.process.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        transfer = stack.load(lookup, stack.decide(lookup), [memoryview(bytearray(BLOCK_BYTES)) for _ in blocks])
-        wait_for(lambda: transfer.done)
-        assert transfer.loaded == 0 and look(stack, make_blocks(2, seed=9)).remote == 0
-        assert time.monotonic() - started < 5
-        server.process.send_signal(signal.SIGCONT)
-        wait_for(lambda: look(stack, blocks).remote == 3, timeout=30)
+        freeze(server.process.pid)
+        try:
+            started = time.monotonic()
+            transfer = stack.load(lookup, stack.decide(lookup), [memoryview(bytearray(BLOCK_BYTES)) for _ in blocks])
+            wait_until(lambda: transfer.done)
+            assert transfer.loaded == 0 and look(stack, make_blocks(2, seed=9)).remote == 0
+            assert time.monotonic() - started < 5
+        finally:
+            thaw(server.process.pid)
+        wait_until(lambda: look(stack, blocks).remote == 3, patience=30)
 
     def test_after_a_restart_blocks_come_from_the_second_level(self, engine, server):
-        blocks, stack = make_blocks(40, seed=10), engine(breaker=Breaker(failures=10**9))
+        layout = b"R" * 32
+        blocks, stack = make_blocks(40, seed=10), engine(layout=layout, breaker=Breaker(failures=10**9))
         store(stack, blocks)
-        time.sleep(1)  # the server writes to its second level behind our back and says nothing when it is done
+        wait_until(lambda: server.second_level_keys(layout) == 40, patience=30)
         server.stop()
         assert fetch(stack, blocks).loaded == 0
         server.start()
-        wait_for(lambda: look(stack, blocks).remote == 40, timeout=30)
+        wait_until(lambda: look(stack, blocks).remote == 40, patience=30)
         assert fetch(stack, blocks).loaded == 40
-        assert fetch(engine(), blocks).loaded == 40
+        assert fetch(engine(layout=layout), blocks).loaded == 40
 
 
 @installed
@@ -143,7 +146,7 @@ class TestServer:
 def test_a_chunk_size_other_than_the_block_size_is_said_clearly(server, caplog):
     tier = LMCacheTier(server.url, Codec(LAYOUT, BLOCK_BYTES), 2 * BLOCK_TOKENS)
     stack = TierStack(
-        remote=GuardedTier(tier, BLOCK_BYTES, breaker=Breaker(failures=1)),
+        remote=GuardedTier(tier, BLOCK_BYTES, limits=Limits(10, 10, 10), breaker=Breaker(failures=1)),
         block_bytes=BLOCK_BYTES,
         block_tokens=2 * BLOCK_TOKENS,
     )

@@ -25,8 +25,8 @@ from tests.cache.prefix.helpers import (
     look,
     make_blocks,
     payload,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 MakeStack = Callable[..., TierStack]
 
@@ -52,7 +52,7 @@ def store(stack: TierStack, blocks, tenant: bytes = TENANT) -> dict[str, int]:
     before = counts(stack)
     stack.store(blocks, [payload(block) for block in blocks], tenant)
     goal = before["stored"] + before["dropped"] + len(blocks)
-    wait_for(lambda: counts(stack)["stored"] + counts(stack)["dropped"] >= goal)
+    wait_until(lambda: counts(stack)["stored"] + counts(stack)["dropped"] >= goal)
     return counts(stack)
 
 
@@ -84,10 +84,10 @@ def test_a_block_lives_on_while_it_is_used(engine, redis_server):
     redis_server.client.pexpire(first, 29_000)
     redis_server.client.pexpire(second, 31_000)
     fetch(stack, blocks)
-    wait_for(lambda: redis_server.client.pttl(first) > 59_000)
+    wait_until(lambda: redis_server.client.pttl(first) > 59_000)
     assert redis_server.client.pttl(second) <= 31_000  # more than half its life is left
     redis_server.client.pexpire(keys[2], 1)
-    wait_for(lambda: len(redis_server.block_keys()) == 2)
+    wait_until(lambda: len(redis_server.block_keys()) == 2)
 
 
 def test_what_another_engine_stored_is_not_sent_again(engine, redis_server):
@@ -95,7 +95,7 @@ def test_what_another_engine_stored_is_not_sent_again(engine, redis_server):
     store(engine(), blocks[:3])
     writer = engine()
     writer.store(blocks, [payload(block) for block in blocks], TENANT)
-    wait_for(lambda: counts(writer)["stored"] == 1)
+    wait_until(lambda: counts(writer)["stored"] == 1)
     assert len(redis_server.block_keys()) == 4
 
 
@@ -145,7 +145,7 @@ def test_two_tenants_share_no_block(engine):
     store(stack, mine, b"a")
     assert fetch(stack, other).loaded == 0
     lookup = stack.lookup(mine, b"b")  # even if the salt were not in the chain
-    wait_for(lambda: lookup.done)
+    wait_until(lambda: lookup.done)
     assert lookup.remote == 0
 
 
@@ -240,7 +240,7 @@ def test_a_full_server_drops_what_is_new_and_serves_what_it_has(engine, redis_se
     assert stack.remote is not None and stack.remote.breaker.state == "closed"
     redis_server.client.config_set("maxmemory", 0)
     stack.store(blocks, [payload(block) for block in blocks], TENANT)
-    wait_for(lambda: len(redis_server.block_keys()) == 40)
+    wait_until(lambda: len(redis_server.block_keys()) == 40)
     assert fetch(stack, blocks).loaded == 40
 
 
@@ -264,7 +264,7 @@ def test_a_frozen_server_delays_nobody_and_is_used_again_when_it_thaws(engine, r
     redis_server.freeze()
     started = time.monotonic()
     transfer = stack.load(lookup, stack.decide(lookup), [memoryview(bytearray(BLOCK_BYTES)) for _ in blocks])
-    wait_for(lambda: transfer.done)
+    wait_until(lambda: transfer.done)
     assert transfer.loaded == 0
     for seed in range(1, 4):
         assert look(stack, make_blocks(2, seed=seed)).remote == 0
@@ -276,8 +276,8 @@ def test_a_frozen_server_delays_nobody_and_is_used_again_when_it_thaws(engine, r
         now[0] += 6.0
         return look(stack, blocks).remote == 4
 
-    wait_for(answers)
-    wait_for(lambda: fetch(stack, blocks).loaded == 4)  # what was given up on is not taken for an answer to this
+    wait_until(answers)
+    wait_until(lambda: fetch(stack, blocks).loaded == 4)  # what was given up on is not taken for an answer to this
 
 
 def test_a_killed_server_is_a_miss_until_it_is_back(engine, redis_server):

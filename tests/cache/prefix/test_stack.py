@@ -17,8 +17,8 @@ from tests.cache.prefix.helpers import (
     make_blocks,
     settled,
     store,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 # --- the plain way --------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def test_remote_blocks_move_into_host_memory_while_the_request_waits(bench):
     settled(first, 4)
     stack = bench(FaultyTier(tier.records))
     look(stack, blocks)
-    wait_for(lambda: stack.host.lookup(blocks) == 4)
+    wait_until(lambda: stack.host.lookup(blocks) == 4)
 
 
 def test_an_abandoned_lookup_stops_fetching_ahead(bench):
@@ -111,7 +111,7 @@ def test_loads_that_overlap_in_part_do_not_disturb_each_other(bench):
     slow.on_load = linger
     stack = bench(slow)
     lookups = [stack.lookup(blocks[a:b], TENANT) for a, b in [(3, 8), (0, 6), (5, 8), (0, 8)]]
-    wait_for(lambda: all(lookup.done for lookup in lookups))
+    wait_until(lambda: all(lookup.done for lookup in lookups))
     into = [buffers(len(lookup.blocks)) for lookup in lookups]
     transfers = [stack.load(lk, stack.decide(lk), buf) for lk, buf in zip(lookups, into, strict=True)]
     for transfer, filled in zip(transfers, into, strict=True):
@@ -124,11 +124,11 @@ def test_done_is_announced_to_the_engine(bench):
     stack, blocks, told = bench(FaultyTier()), make_blocks(2), []
     store(stack, blocks)
     lookup = stack.lookup(make_blocks(2, seed=1), TENANT, on_done=lambda: told.append("lookup"))
-    wait_for(lambda: told == ["lookup"])
+    wait_until(lambda: told == ["lookup"])
     assert lookup.done
     lookup = look(stack, blocks)
     stack.load(lookup, stack.decide(lookup), buffers(2), on_done=lambda: told.append("load"))
-    wait_for(lambda: told == ["lookup", "load"])
+    wait_until(lambda: told == ["lookup", "load"])
 
 
 # --- what is stored remotely, and when ------------------------------------------------------------------------------

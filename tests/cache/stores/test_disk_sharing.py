@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
 import subprocess
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from cache.stores import disk
 from cache.stores.breaker import Breaker, GuardedStore
 from tests.cache.stores.disk_bench import KEY, MIB, OTHER, child, finish, opened
+from tests.services import freeze
 from tests.waiting import SOON
 
 SHARE = """
@@ -131,7 +130,7 @@ async def test_a_process_frozen_while_writing_stops_writes_and_no_hit(tmp_path: 
         holder = child(HOLDING, tmp_path)
         assert holder.stdout is not None
         await asyncio.to_thread(holder.stdout.readline)
-        os.kill(holder.pid, signal.SIGSTOP)
+        freeze(holder.pid)
         assert await guard.bump("all") is None
         assert await guard.get(KEY) == b"v"
         assert await guard.set(OTHER, b"w", 60) is True
