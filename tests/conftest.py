@@ -1,4 +1,6 @@
-"""What all tests share: the event loop of those that are coroutines, and how they hold an upstream up."""
+"""What all tests share: the event loop of those that are coroutines, how they hold an upstream up, and that no random
+example fails for the time it took.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.steady import SteadyLoop
+
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
 

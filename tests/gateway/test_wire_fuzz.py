@@ -12,7 +12,6 @@ def test_random_conversations_come_out_the_same() -> None:
 
         @hypothesis.settings(
             max_examples=200,
-            deadline=None,
             derandomize=True,
             database=None,
             phases=[hypothesis.Phase.generate],  # a difference takes long to see, and minutes to make smaller

@@ -85,7 +85,7 @@ _STEPS = st.lists(
 
 
 @given(eviction=st.sampled_from(POLICIES), capacity=st.integers(0, 12_000), steps=_STEPS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_any_history_keeps_within_the_bytes_and_never_lies(eviction: str, capacity: int, steps: list[tuple]) -> None:
     """A model that never evicts says what a hit must be; the store may miss, but only ever gives that."""
     clock = FakeClock()

@@ -26,7 +26,7 @@ EACH = pytest.mark.parametrize(("dialect", "answers"), ANSWERS, ids=lambda part:
 
 
 @EACH
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_what_is_split_joins_to_the_same_message(
     dialect: Dialect, answers: st.SearchStrategy[dict[str, Any]], data: st.DataObject
@@ -36,7 +36,7 @@ def test_what_is_split_joins_to_the_same_message(
 
 
 @EACH
-@settings(max_examples=EXAMPLES // 2, deadline=None)
+@settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_the_plain_form_differs_from_what_was_read_only_in_what_is_the_callers_own(
     dialect: Dialect, answers: st.SearchStrategy[dict[str, Any]], data: st.DataObject
@@ -49,7 +49,7 @@ def test_the_plain_form_differs_from_what_was_read_only_in_what_is_the_callers_o
 
 
 @EACH
-@settings(max_examples=EXAMPLES // 2, deadline=None)
+@settings(max_examples=EXAMPLES // 2)
 @given(data=st.data(), size=st.integers(1, 7))
 def test_borders_between_network_chunks_do_not_matter(
     dialect: Dialect, answers: st.SearchStrategy[dict[str, Any]], data: st.DataObject, size: int
@@ -62,7 +62,7 @@ def test_borders_between_network_chunks_do_not_matter(
 
 
 @EACH
-@settings(max_examples=EXAMPLES // 2, deadline=None)
+@settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_a_stream_without_its_end_is_never_a_message(
     dialect: Dialect, answers: st.SearchStrategy[dict[str, Any]], data: st.DataObject

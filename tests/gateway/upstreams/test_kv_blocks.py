@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.upstreams.kv_blocks import BadEvent, Mirror, block_chain, block_root, read_batch
@@ -188,7 +188,6 @@ JUNK = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([*stored(0), "extra_keys", "lora_name"]), JUNK), st.booleans())
 def test_any_fields_are_taken_or_counted(fields, over):
     event = {**stored(0, 2), **fields} if over else fields

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.config import Config, Routing, Upstream
@@ -59,7 +59,7 @@ def take(step: tuple[str, Any, Any], router: Router, members: Sequence[Member], 
             getattr(route, kind)(*((503, what) if kind == "refused" else (what,) if kind == "learn" else ()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps=STEPS, policy=st.sampled_from(["prefix", "load", "round_robin", "sticky"]))
 def test_gauges_return_to_zero_and_every_figure_stays_a_number(steps: list[Any], policy: Any) -> None:
     clock = FakeClock()
@@ -161,7 +161,7 @@ async def _run(ends: list[tuple[str, bool]]) -> None:
             await b.wait_idle()
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8)
 @given(ends=st.lists(st.tuples(st.sampled_from(sorted(ENDS)), st.booleans()), min_size=1, max_size=12))
 def test_through_the_gateway_too(ends: list[tuple[str, bool]]) -> None:
     asyncio.run(_run(ends))

@@ -132,7 +132,7 @@ def held_by(fleet: Fleet, member: Member, asked: Asked, prompt: int) -> list[Sha
     return shares
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_the_router_decides_what_a_plain_reading_decides(seed: int) -> None:
     rng = random.Random(seed)
