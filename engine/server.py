@@ -280,7 +280,7 @@ async def _on_failure(request: Request, error: Exception) -> Response:
 def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket. Raises `ModelError` when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # only if told TCP, asyncio sends at once
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
