@@ -102,8 +102,10 @@ class CompiledDecoder:
         every = self._model.spec.layers
         plan, blocks = list[tuple[int, int, int]](), list[int]()
         for row in rows:
-            if not 0 <= row.token < self._model.spec.vocab:  # nothing below checks it
+            if not 0 <= row.token < self._model.spec.vocab:  # nothing below checks either
                 raise IndexError(f"there is no token {row.token}")
+            if not 0 <= row.position < self._model.spec.context:
+                raise IndexError(f"there is no position {row.position}")
             plan.append((row.token, row.position, len(blocks)))
             blocks += row.sequence.blocks[: row.position // self._pool.block_size + 1]
         scratch, layers = self._scratch_for(len(rows)), min(layers or every, every)

@@ -13,8 +13,8 @@ from engine.compiled.lanes import fma, get, load, power_of_two, put, splat, tota
 
 @compiled
 def exp(x: Any) -> Any:
-    """e**x to within 2 units in the last place; 0 below -87."""
-    x = max(x, np.float32(-87.3))
+    """e**x to within 2 units in the last place; 0 below -87, infinity from 88.4 on."""
+    x = min(max(x, np.float32(-87.3)), np.float32(88.5))  # outside of these the power of two would be of another number
     whole = np.float32(math.floor(fma(x, np.float32(1.442695041), np.float32(0.5))))
     rest = fma(whole, np.float32(-0.693359375), x)
     rest = fma(whole, np.float32(2.12194440e-4), rest)

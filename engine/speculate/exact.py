@@ -22,7 +22,7 @@ MOST_ROWS = 16
 
 _LAYERS = 8  # a difference anywhere spreads; with so many none stays unseen
 _ALONE = 4  # rows tried alone
-_SEEN = 127  # tokens that each row sees beside itself
+_SEEN = 128  # tokens that each row sees, itself included, where the context is not shorter
 
 
 class ExactRows:
@@ -30,14 +30,15 @@ class ExactRows:
 
     @torch.inference_mode()
     def __init__(self, model: Llama, decoder: Decoder) -> None:
-        pool = KVPool(model.spec, MOST_ROWS, _SEEN + 1, device=model.device, dtype=model.dtype)
+        length = min(_SEEN, model.spec.context)
+        pool = KVPool(model.spec, MOST_ROWS, length, device=model.device, dtype=model.dtype)
         generator = torch.Generator().manual_seed(1)
         seen = pool.memory[:_LAYERS]
         seen.copy_(torch.randn(seen.shape, generator=generator))
         self._padded, trial = decoder.padded, decoder.over(pool)
         self._sizes = sorted({self._padded(rows) for rows in range(1, MOST_ROWS + 1)})
         tokens = torch.randint(model.spec.vocab, (self._sizes[-1],), generator=generator).tolist()
-        rows = [Row(_Block([at]), _SEEN, token) for at, token in enumerate(tokens)]
+        rows = [Row(_Block([at]), length - 1, token) for at, token in enumerate(tokens)]
         largest = self._pass(trial, rows)
         steady = torch.equal(largest, self._pass(trial, rows[::-1]).flip(0))
         self._exact = {

@@ -21,14 +21,17 @@ from engine.compiled.decoder import CompiledDecoder
 from engine.compiled.jit import code_folder
 from engine.compiled.lanes import get, put
 from engine.compiled.passes import product
-from engine.compiled.rows import exp
+from engine.compiled.rows import exp, gate
+from engine.core import Generation
 from engine.decoding import TorchDecoder, quickest_decoder
 from engine.errors import ModelError
 from engine.kv.pool import KVPool
 from engine.model.linear import PackedWeight
 from engine.model.llama import Llama
 from engine.model.spec import ModelSpec
+from engine.sampling import SamplingParams
 from tests.engine import tiny
+from tests.engine.drive import run
 
 DTYPES = [torch.float32, torch.bfloat16]
 SPEC = ModelSpec(**{**vars(tiny.SPEC), "hidden": 64, "ffn": 128, "head_dim": 16})
@@ -166,6 +169,20 @@ def test_a_token_that_is_none_is_refused() -> None:
             bench.compiled.run([Row(Blocks([0]), 0, token)])
 
 
+def test_a_position_beyond_the_context_is_refused() -> None:
+    bench = Bench(SPEC, torch.float32, int8=True)
+    for position in (-1, SPEC.context):
+        with pytest.raises(IndexError, match=f"no position {position}"):
+            bench.compiled.run([Row(Blocks([0] * 20), position, 0)])
+
+
+def test_a_context_shorter_than_what_is_tried_at_start_is_enough() -> None:
+    spec = ModelSpec(**{**vars(tiny.SPEC), "context": 16})
+    core = tiny.core(model=tiny.files(spec), make_decoder=quickest_decoder)
+    got = run(core, Generation("a", [1, 2, 3], 13, SamplingParams(temperature=0), ignore_eos=True))
+    assert len(got.tokens) == 13
+
+
 @HERE
 def test_bfloat16_is_nearer_to_float32_than_torchs() -> None:
     """Between the layers it keeps float32."""
@@ -237,6 +254,18 @@ def test_exp_is_exact_to_two_units() -> None:
     assert (np.abs(out - expected) / np.spacing(expected.astype(np.float32))).max() < 2
     exps(np.array([-np.inf, -1000], np.float32), far)
     assert (far < 2e-38).all()
+    large = np.array([88.8, 89, 90, 100, 200, 1e4, 1e9, np.inf], np.float32)
+    exps(large, out)
+    assert np.isinf(out[: len(large)]).all()
+    assert (out[: len(large)] > 0).all()
+
+
+def test_gates_far_below_zero_are_closed() -> None:
+    gates = np.array([-1e9, -300, -100, -90, -89, -88, 5, 100], np.float32)
+    out = np.empty_like(gates)
+    gate(np.concatenate([gates, np.ones_like(gates)]), out)
+    expected = torch.nn.functional.silu(torch.from_numpy(gates)).numpy()
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-30)
 
 
 def test_machine_code_is_kept_for_just_the_sources_it_comes_from(
