@@ -69,7 +69,7 @@ class CommonRequest(BaseModel):
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2, strict=True)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, strict=True)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10, strict=True)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10, strict=True)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, strict=True)]] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None

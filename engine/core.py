@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
 from engine.speculate.drafter import Drafter
 from engine.speculate.exact import ExactRows
+
+log = logging.getLogger("engine")
 
 _LARGEST_CPU_POOL = 4 << 30
 
@@ -236,8 +239,10 @@ class EngineCore:
         try:
             token = sequence.sampler.choose(logits)
         except RequestError as error:
-            self.cancel(sequence.id, "error")
-            return Delta(error=error.message)
+            return self._give_up(sequence, error.message)
+        except Exception:  # whatever it is, it is this one request's: the others of the step go on
+            log.exception("no token could be chosen; the request is given up")
+            return self._give_up(sequence, "the engine failed on this request")
         report = sequence.sampler.report(logits, token)
         sequence.tokens.append(token)
         if sequence.output_length == 1:
@@ -255,6 +260,10 @@ class EngineCore:
             if self.drafter is not None:
                 self.drafter.remember(sequence)
         return delta
+
+    def _give_up(self, sequence: Sequence, message: str) -> Delta:
+        self.cancel(sequence.id, "error")
+        return Delta(error=message)
 
     def _count_finish(self, reason: str) -> None:
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1

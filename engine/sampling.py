@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from engine.guide import Guide
 
 
+_COLDEST = 1e-5
+"""The lowest temperature that logits are divided by: at lower ones they could leave the range of float32."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `top_logprobs` None is off.
@@ -128,7 +132,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor) -> int:
         params = self.params
-        probabilities = torch.softmax(logits / params.temperature, dim=-1)
+        probabilities = torch.softmax(logits / max(params.temperature, _COLDEST), dim=-1)
         if params.min_p > 0:
             probabilities[probabilities < params.min_p * probabilities.max()] = 0
         if 0 < params.top_k < len(logits):
@@ -138,8 +142,10 @@ class Sampler:
         else:
             values, indices = probabilities, None
         if params.top_p < 1:
-            before = values.cumsum(0) - values  # the likeliest token always stays
-            values = torch.where(before < params.top_p * values.sum(), values, 0)
+            before = values.cumsum(0) - values
+            kept = before < params.top_p * values.sum()
+            kept[0] = True  # the likeliest token always stays
+            values = torch.where(kept, values, 0)
         drawn = int(torch.multinomial(values, 1, generator=self._generator))
         return drawn if indices is None else int(indices[drawn])
 

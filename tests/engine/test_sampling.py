@@ -38,7 +38,13 @@ def test_top_k_top_p_and_min_p_cut_the_tail() -> None:
     assert set(draws(top_p=0.8)) == {0, 1}
     assert set(draws(min_p=0.1)) == {0, 1, 2}
     assert set(draws(top_k=3, top_p=0.8)) == {0, 1}
-    assert set(draws(200, top_p=1e-9)) == {0}
+    for tiny in (1e-9, 1e-46, 5e-324):
+        assert set(draws(200, top_p=tiny)) == {0}
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 5e-324])
+def test_next_to_no_temperature_takes_the_largest(temperature: float) -> None:
+    assert draws(3, temperature=temperature) == {0: 3}
 
 
 def test_a_seed_repeats_and_its_absence_does_not() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from engine.core import Generation
 from engine.errors import RequestError
-from engine.server import EngineApp
+from engine.sampling import Sampler
+from engine.server import EngineApp, bind
 from engine.worker import Worker
 from tests.engine import tiny
 
@@ -134,6 +137,7 @@ async def test_cached_tokens_are_reported_and_a_reset_forgets_them(client: httpx
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"top_p": 0}, "top_p"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"n": 0}, "n"),
         ({"n": 1.5}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -275,6 +279,23 @@ async def test_a_failing_step_is_a_500_and_the_engine_lives_on(
     assert (await client.post(CHAT, json=body())).status_code == 200
 
 
+async def test_a_request_whose_token_cannot_be_chosen_fails_alone(
+    worker: Worker, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Sampler.choose
+
+    def choose(sampler: Sampler, logits: torch.Tensor) -> int:
+        if sampler.params.seed == 13:
+            raise RuntimeError("boom")
+        return usual(sampler, logits)
+
+    monkeypatch.setattr(Sampler, "choose", choose)
+    good, bad = (client.post(CHAT, json=body(seed=seed, max_tokens=50)) for seed in (12, 13))
+    assert [answer.status_code for answer in await asyncio.gather(good, bad)] == [200, 500]
+    assert worker.core.counters.finished == {"length": 1, "error": 1}
+    assert worker.core.manager.free == worker.core.pool.blocks
+
+
 async def test_an_engine_that_cannot_even_give_up_a_step_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, ended = Worker(tiny.config(), opener=lambda _: tiny.files()), asyncio.Event()
     ready = asyncio.Event()
@@ -291,3 +312,17 @@ async def test_an_engine_that_cannot_even_give_up_a_step_says_so_and_ends(monkey
     await ended.wait()
     assert worker.broken and not worker.ready
     worker.stop()
+
+
+async def test_what_is_sent_goes_out_at_once() -> None:
+    """Held back until what went before is acknowledged, each event of a stream could take 40 ms."""
+    sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async with await asyncio.start_server(connected, sock=bind("127.0.0.1", 0)) as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        assert await sent
+        writer.close()
