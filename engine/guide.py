@@ -76,6 +76,9 @@ class Grammars:
         matcher = LLMatcher(library, grammar, log_level=0)
         if matcher.is_error():
             raise _refused(f"the JSON schema cannot be enforced: {' '.join(matcher.get_error().split())[:300]}")
+        matcher.compute_logit_bias()
+        if matcher.is_error():  # seen in the middle of an answer it would be the engine's fault, and not the caller's
+            raise _refused("no answer can begin as the JSON schema asks")
         return Guide(matcher)
 
 

@@ -63,7 +63,16 @@ async def test_json_object_is_an_object_as_far_as_it_goes(client: httpx.AsyncCli
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "quantum"}, {"pattern": "(", "type": "string"}, {"$ref": "http://x/y"}, {"enum": []}, None, []]
+    "schema",
+    [
+        {"type": "quantum"},
+        {"pattern": "(", "type": "string"},
+        {"$ref": "http://x/y"},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}},
+        {"enum": []},
+        None,
+        [],
+    ],
 )
 async def test_a_schema_that_cannot_be_enforced_is_refused(client: httpx.AsyncClient, schema: Any) -> None:  # noqa: F811
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
