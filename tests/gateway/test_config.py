@@ -3,11 +3,12 @@
 import hashlib
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gateway.config import Config, ConfigError, SecretError, load_config, secrets_of, unreadable_secrets
 from gateway.config.units import SIZE_UNITS, TIME_UNITS, parse_size, parse_time
@@ -351,7 +352,28 @@ class TestExamples:
         whole = load(re.sub(r"^# (?=[a-z_ ]+:|  )", "", text, flags=re.MULTILINE))
         assert set(Config.model_fields) == whole.model_fields_set
 
+    def test_the_deployed_example_names_every_key_in_its_section(self):
+        text = (self.ROOT / "deploy" / "warmgate.yaml").read_text()
+        begins = re.compile(r"^(?:# )?([a-z_]+):", re.MULTILINE)
+        parts = begins.split(text)[1:]
+        sections = dict(zip(parts[::2], parts[1::2], strict=True))
+        missing = [
+            f"{section}: {key}"
+            for section, field in Config.model_fields.items()
+            for key in _keys_in(field.annotation)
+            if not re.search(rf"\b{key}\b", sections[section])
+        ]
+        assert missing == []
+
     def test_the_readmes_examples_are_valid(self, load):
         blocks = re.findall(r"```yaml\n(.*?)```", (self.ROOT / "README.md").read_text(), re.DOTALL)
         configs = [load(block) for block in blocks if "faq.yaml:" not in block]
         assert configs and configs[0].tenants[0].name == "team-a"
+
+
+def _keys_in(kind: object) -> set[str]:
+    """The keys of every section within an annotation."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        inner = [_keys_in(field.annotation) for field in kind.model_fields.values()]
+        return set(kind.model_fields).union(*inner)
+    return set().union(*map(_keys_in, get_args(kind)))
