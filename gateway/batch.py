@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from cache.response.canonical import Identity, Scope, identify, respell
 from cache.response.entry import Entry
 from gateway.dialects.embeddings import Item, assemble, is_kept, items_of, kept_items, read_only, shares
+from gateway.exchange import Exchange
 from gateway.hit import hit_headers
 from gateway.http import JSON, Request, Response
+from gateway.ladder import seen
 from gateway.ledger import Row
 from gateway.plan import Plan, varying
 from gateway.reading import Head, Landed, new_flight
@@ -24,6 +26,7 @@ from gateway.upstreams.client import UpstreamError
 from gateway.upstreams.pool import Member
 from policies.cacheability import Verdict
 from policies.freshness import freshness, serves_after_error
+from policies.misses import Cause
 
 LOOKUPS_AT_ONCE = 64
 """Lookups of one batch in the shared store that may wait at once, so that a large batch is not taken for a slow
@@ -64,8 +67,9 @@ class Batches:
         self._runtime = runtime
         self._asked: dict[Identity, asyncio.Future[Entry]] = {}
 
-    async def answer(self, plan: Plan, request: Request, row: Row, route: Route) -> Response | None:
+    async def answer(self, exchange: Exchange, plan: Plan, route: Route) -> Response | None:
         """None: not for item by item. Raises what ``route`` raises, and `UpstreamError`."""
+        request, row = exchange.request, exchange.row
         items = items_of(plan.body)
         if items is None:
             return None
@@ -76,6 +80,8 @@ class Batches:
             await self._recall(work)
         if work.new and plan.directives.only_if_cached:
             return None
+        if work.new and plan.may_recall and plan.may_keep:
+            exchange.cause = self._cause(work, work.new[0])
         work.recalled = len(work.have)
         while new := work.new:
             others = {i: self._asked[i] for i in new if plan.may_join and i in self._asked}
@@ -89,6 +95,14 @@ class Batches:
                 }
                 work.joined = True
         return self._whole(work)
+
+    def _cause(self, work: _Work, missing: Identity) -> Cause:
+        """Why the cache did not have the whole batch: what the first item that is missing was lost to."""
+        plan, runtime = work.plan, self._runtime
+        if not runtime.trust.believes(plan):
+            return "disarmed"
+        alone = replace(plan, identity=missing, body={**plan.body, "input": work.wanted[missing]})
+        return runtime.misses.cause(seen(alone), runtime.clock.time())
 
     async def _recall(self, work: _Work) -> None:
         """Looks every item up: memory at once, the shared store a few at a time."""
@@ -229,6 +243,7 @@ class Batches:
         known = [entry.usage["prompt"] for entry in entries if "prompt" in entry.usage]
         tokens = sum(known) if len(known) == len(entries) else None
         body = assemble([entry.message for entry in entries], tokens)
+        row.usage = read_only(tokens) or None
         if row.outcome == "miss":
             detail = b'"%d/%d items"' % (work.recalled, len(work.wanted))
             fwd = b"partial" if work.recalled else b"uri-miss"
@@ -236,7 +251,6 @@ class Batches:
             status = b"warmgate; fwd=%s%s; detail=%s" % (fwd, stored, detail)
             upstream = (b"x-warmgate-upstream", row.upstream.encode())
             return Response(200, [JSON, (b"cache-status", status), upstream], body)
-        row.usage = read_only(tokens)
         row.upstream = entries[0].upstream
         if work.joined and row.outcome != "stale":
             row.outcome = "coalesced"

@@ -14,6 +14,7 @@ from gateway.ledger import Row
 from gateway.plan import Plan
 from gateway.telemetry.trace import begin
 from gateway.tenants import Caller
+from policies.misses import Cause
 
 
 class Exchange:
@@ -32,6 +33,7 @@ class Exchange:
         self.began = clock.monotonic()
         self.comparison: Comparison | None = None  # where this would have been a hit
         self.computed: bytes | None = None  # the message that an upstream made for this request
+        self.cause: Cause = "declined"  # why the cache did not have the answer, should this be a miss
 
     def join_trace(self) -> None:
         """Makes a span of it: a child of the caller's, and the parent of whatever upstreams do for it."""

@@ -46,8 +46,8 @@ def report(told: Iterable[Mapping[str, Any]], outcomes: Mapping[str, int]) -> di
         fields.update(one["fields"])
     hits = sum(count for outcome, count in outcomes.items() if outcome in SAVED)
     misses = max(outcomes.get("miss", 0), causes.total())
-    asked = hits + misses
-    lost = {cause: causes[cause] for cause in MEANS if cause != "first"}
+    asked = hits + misses - causes["declined"]
+    lost = {cause: causes[cause] for cause in MEANS if cause not in ("first", "declined")}
     return {
         "since": min((one["since"] for one in told), default=None),
         "asked": asked,

@@ -23,13 +23,13 @@ from gateway.ladder import seen, uncacheable
 from gateway.ledger import SAVED, Outcome
 from gateway.passthrough import list_models, one_model, pass_through
 from gateway.plan import BadRequest, Plan, read_body
+from gateway.relay import UNUSED
 from gateway.runtime import Runtime
 from gateway.shortcut import Shortcut
 from gateway.tenants import Denied
 from gateway.trust import place
 from gateway.upstreams.client import UpstreamError
 from policies.freshness import freshness, serves_after_error
-from policies.misses import Cause
 
 COME_BACK_AFTER = 2
 """Seconds after which a caller may try again where no upstream was reached: about as long as one is left alone at
@@ -99,17 +99,17 @@ class Pipeline:
             plan = exchange.plan or runtime.planner.plan(request, exchange.dialect, caller, read_body(request.body))
             if isinstance(exchange.dialect, Embeddings):
                 route = partial(self._coalescing.route, exchange, plan)
-                by_item = await self._batches.answer(plan, request, exchange.row, route)
+                by_item = await self._batches.answer(exchange, plan, route)
                 if by_item is not None:
                     return by_item
             return await self._recall(exchange, plan)
         if request.path.rstrip("/") == "/v1/models" and request.method == "GET":
-            exchange.row.outcome = "bypass"
+            exchange.row.outcome, exchange.row.usage = "bypass", UNUSED
             return Response(200, [JSON], await list_models(runtime, request, caller))
         if request.path.startswith("/v1/models/") and request.method == "GET":
             alias = one_model(runtime, request.path.removeprefix("/v1/models/").rstrip("/"), caller)
             if alias is not None:
-                exchange.row.outcome = "bypass"
+                exchange.row.outcome, exchange.row.usage = "bypass", UNUSED
                 return Response(200, [JSON], alias)
         return await pass_through(runtime, exchange.request, exchange.request_id, exchange.row, caller)
 
@@ -151,18 +151,14 @@ class Pipeline:
             detail = b"; detail=disarmed" if fwd == DISARMED else b""
             status = (b"cache-status", b"warmgate; fwd=" + fwd.encode() + detail)
             return exchange.refusal(504, message, "not_cached", [status])
-        cause: Cause | None = None
         if not plan.verdict.cacheable:
             fwd = "bypass"
             self.note_bypass(exchange, plan)
         elif fwd == DISARMED:
-            cause = "disarmed"
+            exchange.cause = "disarmed"
         elif plan.may_recall and plan.may_keep:
-            cause = runtime.misses.cause(seen(plan), runtime.clock.time())
-        response = await self._coalescing.answer(exchange, plan, fwd, lambda: self._spare(exchange, plan, stale))
-        if cause is not None and row.outcome == "miss":
-            runtime.misses.count(cause)
-        return response
+            exchange.cause = runtime.misses.cause(seen(plan), runtime.clock.time())
+        return await self._coalescing.answer(exchange, plan, fwd, lambda: self._spare(exchange, plan, stale))
 
     def note(self, exchange: Exchange, plan: Plan) -> None:
         """A request is understood."""
@@ -180,6 +176,7 @@ class Pipeline:
     async def _hold_out(self, exchange: Exchange, plan: Plan, entry: Entry) -> Response:
         """Sends upstream what could have been answered; the kept answer serves should that fail."""
         exchange.comparison, exchange.row.reason = _compared(plan, entry, held_out=True), "held out"
+        exchange.cause = "held out"
         alone = replace(plan, lifetime=replace(plan.lifetime, ttl=0.0))  # neither joined nor stored
 
         def kept() -> Response | None:
@@ -201,8 +198,6 @@ class Pipeline:
             return hit
         if exchange.comparison is not None:
             hold_out.went(well=True)
-            if exchange.row.outcome == "miss":
-                self._runtime.misses.count("held out")
         return response
 
     def _spare(self, exchange: Exchange, plan: Plan, stale: Entry | None) -> Response | None:
@@ -267,6 +262,8 @@ class Pipeline:
             if verdict != "unjudged":
                 runtime.trust.compared(compared.place, verdict == "agrees")
             row.held_out = verdict if compared.held_out else ""
+        if row.outcome == "miss":
+            runtime.misses.count(exchange.cause)
         runtime.ledger.record(row)
 
 

@@ -153,6 +153,7 @@ async def test_usage_reports_what_each_item_was_counted_with(b: Bench) -> None:
     assert partial.json()["usage"] == {"prompt_tokens": 5 + 10, "total_tokens": 15}
     row = await b.newest_row()
     assert (row["outcome"], row["upstream"], row["model"]) == ("miss", "u", "e")
+    assert row["prompt_tokens"] == 15  # what the caller was told, not what the upstream was sent
 
 
 async def test_usage_that_nobody_knows_is_not_made_up(b: Bench) -> None:
