@@ -75,9 +75,9 @@ def _line(name: str, line: Line, known: Facts, best: float | None, seconds: floa
         line["computed_prompt_tokens"],
         line["provider_cached_tokens"],
         line["unsplit_prompt_tokens"],
-        line["upstream_output_tokens"],
+        line["upstream_output_tokens"] or 0,
         line["saved_prompt_tokens"],
-        line["saved_tokens"] - line["saved_prompt_tokens"],
+        line["saved_output_tokens"],
     )
     rate, source = (known.prefill_per_second, "configured") if known.prefill_per_second else (best, "best minute")
     found = effective(tokens, seconds, rate) if rate is not None and told else None
@@ -101,9 +101,9 @@ def _line(name: str, line: Line, known: Facts, best: float | None, seconds: floa
         "unknown_usage": line["unknown_usage"],
         "watts": known.watts,
         "power": known.power,
-        "served_per_joule": served / joules if joules else None,
+        "served_per_joule": served / joules if joules and served is not None else None,
         "in_time_per_joule": line["slo_met_tokens"] / joules if joules and line["slo_judged"] else None,
         "usd": usd if line["calls"] or known.cost_per_hour is not None else None,
-        "served_per_usd": served / usd if usd else None,
+        "served_per_usd": served / usd if usd and served is not None else None,
         "in_time_per_usd": line["slo_met_tokens"] / usd if usd and line["slo_judged"] else None,
     }

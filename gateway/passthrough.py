@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 import orjson
 
 from gateway.http import Request, Response, Stream
-from gateway.ledger import Row
+from gateway.ledger import Call, Row
+from gateway.relay import UNUSED
 from gateway.runtime import Runtime
 from gateway.tenants import Caller, Denied
 from gateway.upstreams.client import UpstreamError, UpstreamResponse
@@ -36,9 +38,21 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
         if name is None:
             raise Denied(403, "This key is limited to some models, and this request names none.", "model_not_allowed")
         caller.require(name)
-    members = await _members(runtime, name, request)
-    row.model = runtime.planner.model(name).target if name else ""
-    asked = Asked(row.model, len(request.body))
+    if not runtime.pool.members:
+        raise UpstreamError("connect", "no upstream is configured", sent=False)
+    model = runtime.planner.model(name).target if name else ""
+    serving = await runtime.pool.serving(model, request) if model else []
+    row.model = model if serving else ""
+    members: Sequence[Member] = for_whole(serving or runtime.pool.members)[: len(serving) or 1]
+    asked = Asked(model, len(request.body))
+    row.usage = None if request.method == "POST" else UNUSED
+
+    def counted(member: Member, status: int) -> None:
+        """Tells the ledger of a call. What it used nobody knows, unless it was refused; only POST computes."""
+        usage = UNUSED if status >= 300 else row.usage
+        names = (row.tenant, row.model, row.endpoint, member.name)
+        runtime.spent(Call(runtime.clock.time(), *names, "bypass", stream=False, usage=usage))
+
     while True:
         route = runtime.router.route(asked, members)
         try:
@@ -47,18 +61,21 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
         except UpstreamError as error:
             route.failed()
             route.close()
+            if error.sent:
+                counted(route.member, 0)
             members = [member for member in members if member is not route.member]
             if error.sent or not members:
                 raise
         except BaseException:
             route.close()
+            counted(route.member, 0)
             raise
     row.upstream = route.member.name
     if response.status >= 400:
         row.outcome, row.reason = "error", f"status {response.status}"
     kept = [*through_to_caller(response.headers), (b"x-warmgate-upstream", row.upstream.encode())]
     kept += [(b"x-warmgate-route", route.header), (b"cache-status", b"warmgate; fwd=bypass")]
-    return Response(response.status, kept, _Through(response, route))
+    return Response(response.status, kept, _Through(response, route, partial(counted, route.member, response.status)))
 
 
 async def _send(member: Member, request: Request, request_id: str) -> UpstreamResponse:
@@ -85,19 +102,12 @@ async def list_models(runtime: Runtime, request: Request, caller: Caller) -> byt
     return orjson.dumps({"object": "list", "data": data})
 
 
-async def _members(runtime: Runtime, name: str | None, request: Request) -> Sequence[Member]:
-    """The upstreams that serve the model of this name; the first of all where that is not known."""
-    if not runtime.pool.members:
-        raise UpstreamError("connect", "no upstream is configured", sent=False)
-    serving = await runtime.pool.serving(runtime.planner.model(name).target, request) if name is not None else []
-    return for_whole(serving or runtime.pool.members)[: len(serving) or 1]
-
-
 class _Through(Stream):
     """An upstream's body as it comes."""
 
-    def __init__(self, response: UpstreamResponse, route: Route) -> None:
+    def __init__(self, response: UpstreamResponse, route: Route, over: Callable[[], None]) -> None:
         super().__init__()
+        self._over = over
         self._response = response
         self._route = route
         response.on_arrival = lambda: self.wake()
@@ -112,6 +122,7 @@ class _Through(Stream):
     def leave(self) -> None:
         self._response.close()
         self._route.close()
+        self._over()
 
 
 def _model_named(request: Request) -> str | None:

@@ -127,7 +127,7 @@ class Runtime:
             self.clock,
             config.cache,
             self.not_stored,
-            self._spent,
+            self.spent,
             partial(
                 Attempts,
                 planner=self.planner,
@@ -236,7 +236,7 @@ class Runtime:
             if self.otlp is not None:
                 await asyncio.shield(self.otlp.flush())  # what is under way goes on to its end
 
-    def _spent(self, call: Call) -> None:
+    def spent(self, call: Call) -> None:
         """An upstream call has ended."""
         cost = self.ledger.spent(call)
         if cost:

@@ -16,15 +16,15 @@ OUTPUT = 4.0
 class Tokens:
     """What happened at one engine in a time. ``computed``, ``cached``: prompt tokens that it computed or found in its
     own tiers (None: it did not say), ``unsplit`` those of which it did not say which; ``output`` what it generated.
-    ``saved_prompt``, ``saved_output``: of answers that the response cache gave in its stead.
+    ``saved_prompt``, ``saved_output``: of answers that the response cache gave in its stead (None: nobody knows).
     """
 
     computed: int | None
     cached: int | None
     unsplit: int
     output: int
-    saved_prompt: int
-    saved_output: int
+    saved_prompt: int | None
+    saved_output: int | None
 
     @property
     def work(self) -> float:
@@ -32,8 +32,10 @@ class Tokens:
         return (self.computed or 0) + self.unsplit + OUTPUT * self.output
 
     @property
-    def spared_by_answers(self) -> float:
+    def spared_by_answers(self) -> float | None:
         """What it would have computed for saved answers: of their prompts, the share that it computes of others."""
+        if self.saved_prompt is None or self.saved_output is None:
+            return None
         told = (self.computed or 0) + (self.cached or 0)
         share = (self.computed or 0) / told if told else 1.0
         return share * self.saved_prompt + OUTPUT * self.saved_output
@@ -47,21 +49,22 @@ class Effective:
 
     installed: float
     used: float
-    by_answers: float
+    by_answers: float | None
     by_prefixes: float | None
 
     @property
     def times(self) -> float | None:
         """How many times the engine it would have taken to do without caches what was done, against what it used."""
-        spared = self.by_answers + (self.by_prefixes or 0.0)
+        spared = (self.by_answers or 0.0) + (self.by_prefixes or 0.0)
         return (self.used + spared) / self.used if self.used else None
 
 
 def effective(tokens: Tokens, seconds: float, per_second: float) -> Effective:
     """``per_second`` (above 0): prompt tokens that the engine computes in a second at full load."""
+    by_answers = tokens.spared_by_answers
     return Effective(
         installed=seconds,
         used=tokens.work / per_second,
-        by_answers=tokens.spared_by_answers / per_second,
+        by_answers=by_answers / per_second if by_answers is not None else None,
         by_prefixes=tokens.cached / per_second if tokens.cached is not None else None,
     )

@@ -12,6 +12,9 @@ from gateway.dialects.plain import PlainDialect
 from gateway.sse import frame
 from policies.cacheability import Ask, Outcome
 
+NOTHING_USED = {"prompt": 0, "output": 0, "cached": 0}
+"""Counting computes nothing and costs nothing."""
+
 
 class CountTokens(PlainDialect):
     """Messages in, a number out."""
@@ -32,7 +35,7 @@ class CountTokens(PlainDialect):
             return Answer(None, Outcome(fault="not JSON"))
         if not isinstance(count, dict) or type(count.get("input_tokens")) is not int or count.get("error"):
             return Answer(None, Outcome(fault="unknown form"))
-        return Answer(answer, Outcome(("stop",)))
+        return Answer(answer, Outcome(("stop",)), NOTHING_USED)
 
     def error(self, status: int, message: str, code: str | None = None, request_id: str = "") -> bytes:
         return error_body(status, message, request_id)

@@ -45,25 +45,23 @@ def figures(outcomes: dict[str, Sum]) -> Line:
         if outcome in SAVED:
             c.add(saved, line.counts)
     prompt = every[c.CACHED] + every[c.COMPUTED] + every[c.UNSPLIT]
-    told = every[c.CALLS] - every[c.UNKNOWN_USAGE]
+    told = every[c.CALLS] > every[c.UNKNOWN_USAGE] or not every[c.CALLS]
+    split = told and (prompt > every[c.UNSPLIT] or not prompt)
     return {
         "requests": every[c.REQUESTS],
         "hits": saved[c.REQUESTS],
-        "served_prompt_tokens": every[c.SERVED_PROMPT],
-        "served_output_tokens": every[c.SERVED_OUTPUT],
-        "served_tokens": every[c.SERVED_PROMPT] + every[c.SERVED_OUTPUT],
-        "saved_prompt_tokens": saved[c.SERVED_PROMPT],
-        "saved_tokens": saved[c.SERVED_PROMPT] + saved[c.SERVED_OUTPUT],
+        **_served("served", every),
+        **_served("saved", saved),
         "unknown_served": every[c.UNKNOWN_SERVED],
         "calls": every[c.CALLS],
-        "upstream_prompt_tokens": prompt,
-        "upstream_output_tokens": every[c.OUTPUT],
-        "upstream_tokens": prompt + every[c.OUTPUT],
-        "provider_cached_tokens": every[c.CACHED] if prompt > every[c.UNSPLIT] or not prompt else None,
-        "computed_prompt_tokens": every[c.COMPUTED] if prompt > every[c.UNSPLIT] or not prompt else None,
+        "upstream_prompt_tokens": prompt if told else None,
+        "upstream_output_tokens": every[c.OUTPUT] if told else None,
+        "upstream_tokens": prompt + every[c.OUTPUT] if told else None,
+        "provider_cached_tokens": every[c.CACHED] if split else None,
+        "computed_prompt_tokens": every[c.COMPUTED] if split else None,
         "unsplit_prompt_tokens": every[c.UNSPLIT],
         "cache_write_tokens": every[c.CACHE_WRITE],
-        "unknown_usage": every[c.CALLS] - told,
+        "unknown_usage": every[c.UNKNOWN_USAGE],
         "cost_usd": _dollars(every[c.COST_PICO], every[c.UNKNOWN_COST], every[c.CALLS]),
         "unknown_cost": every[c.UNKNOWN_COST],
         "saved_usd": _dollars(saved[c.SAVED_PICO], saved[c.UNKNOWN_SAVED], saved[c.REQUESTS]),
@@ -80,10 +78,13 @@ def figures(outcomes: dict[str, Sum]) -> Line:
 
 
 def hit_rates(line: Line) -> Line:
-    """Shares of requests and of served tokens that no upstream computed; None where there is nothing to share."""
+    """Shares of requests and of served tokens that no upstream computed; None where there is nothing to share, or where
+    it is not known.
+    """
+    known = line["served_tokens"] and line["saved_tokens"] is not None
     return {
         "hit_rate": line["hits"] / line["requests"] if line["requests"] else None,
-        "token_hit_rate": line["saved_tokens"] / line["served_tokens"] if line["served_tokens"] else None,
+        "token_hit_rate": line["saved_tokens"] / line["served_tokens"] if known else None,
     }
 
 
@@ -99,6 +100,17 @@ def as_csv(lines: Sequence[Line]) -> str:
 
 def _inert(value: Any) -> Any:
     return "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
+def _served(name: str, counts: c.Counters) -> Line:
+    """Tokens that callers were told; None where nobody told anything."""
+    prompt, output = counts[c.SERVED_PROMPT], counts[c.SERVED_OUTPUT]
+    known = bool(prompt or output or not counts[c.UNKNOWN_SERVED])
+    return {
+        f"{name}_prompt_tokens": prompt if known else None,
+        f"{name}_output_tokens": output if known else None,
+        f"{name}_tokens": prompt + output if known else None,
+    }
 
 
 def _dollars(pico: int, unknown: int, of: int) -> float | None:

@@ -24,6 +24,11 @@ def test_what_was_cached_stays_unknown_where_nobody_said() -> None:
     assert found.times == pytest.approx(1.2)
 
 
+def test_what_answers_saved_stays_unknown_where_nobody_said() -> None:
+    found = effective(Tokens(600, 400, 0, 0, None, None), 60, 100)
+    assert (found.by_answers, found.times) == (None, pytest.approx((6 + 4) / 6))
+
+
 def test_an_idle_engine_has_no_times() -> None:
     found = effective(Tokens(0, 0, 0, 0, 0, 0), 60, 100)
     assert (found.used, found.times) == (0, None)

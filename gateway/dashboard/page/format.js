@@ -23,6 +23,12 @@ export function share(value, digits = 1) {
   return value === null || value === undefined ? "–" : `${(value * 100).toFixed(value === 1 || value === 0 ? 0 : digits)} %`;
 }
 
+/* What providers had cached of the prompts of which they said so. */
+export function cachedShare(line) {
+  const told = line.provider_cached_tokens + line.computed_prompt_tokens;
+  return told ? line.provider_cached_tokens / told : null;
+}
+
 export function dollars(value) {
   if (value === null || value === undefined) return UNKNOWN;
   if (value < 0) return `−${dollars(-value)}`;

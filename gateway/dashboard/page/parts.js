@@ -1,7 +1,7 @@
 /* Everything below the charts: tables, tiers, reasons. */
 
 import { h, mark, meter, table } from "./dom.js";
-import { UNKNOWN, bytes, count, dollars, exact, moment, rate, seconds, share } from "./format.js";
+import { UNKNOWN, bytes, cachedShare, count, dollars, exact, moment, rate, seconds, share } from "./format.js";
 
 export const OUTCOMES = { exact: "Exact", semantic: "Semantic", faq: "Curated", stale: "Stale", coalesced: "Coalesced", miss: "Miss", bypass: "Bypass", error: "Error" };
 
@@ -16,7 +16,7 @@ export function outcomes(data) {
     { label: "Outcome", cell: (l) => mark(l.outcome, OUTCOMES[l.outcome]) },
     { label: "Requests", cell: (l) => exact(l.requests) },
     { label: "Share", cell: (l) => h("span", {}, share(all ? l.requests / all : null), meter(l.requests / all, `k-${l.outcome}`)) },
-    { label: "Tokens served", cell: (l) => (l.served_tokens === 0 && l.unknown_served ? UNKNOWN : count(l.served_tokens)) },
+    { label: "Tokens served", cell: (l) => count(l.served_tokens) },
     { label: "TTFT p50", cell: (l) => seconds(l.ttft_p50) },
     { label: "p95", cell: (l) => seconds(l.ttft_p95) },
     { label: "Latency p50", cell: (l) => seconds(l.latency_p50) },
@@ -50,7 +50,7 @@ export function upstreams(data) {
     { label: "Under way", cell: (u) => h("span", {}, exact(u.in_flight), meter(u.in_flight / busiest)) },
     { label: "Calls", cell: (u) => exact(u.calls) },
     { label: "Prompt tokens", cell: (u) => count(u.upstream_prompt_tokens) },
-    { label: "Cached there", cell: (u) => (u.provider_cached_tokens === null ? UNKNOWN : share(u.upstream_prompt_tokens ? u.provider_cached_tokens / u.upstream_prompt_tokens : null)) },
+    { label: "Cached there", cell: (u) => (u.provider_cached_tokens === null ? UNKNOWN : share(cachedShare(u))) },
     { label: "Output tokens", cell: (u) => count(u.upstream_output_tokens) },
     { label: "Spent", cell: (u) => money(u.cost_usd, u.unknown_cost) },
     { label: "Models", text: true, className: "why wideonly", cell: (u) => u.models.join(", ") },

@@ -1,7 +1,7 @@
 /* The tiles at the top: one number each, what stands behind it, and how it went. */
 
 import { h, svg } from "./dom.js";
-import { UNKNOWN, count, dollars, rate, seconds, share } from "./format.js";
+import { UNKNOWN, cachedShare, count, dollars, rate, seconds, share } from "./format.js";
 
 export function tiles(data) {
   const { total, before, series, range } = data;
@@ -34,7 +34,7 @@ function atLeast(value, unknown) { return value === null ? UNKNOWN : `${unknown 
 function behindProvider(total) {
   if (total.provider_cached_tokens === null) return "providers did not say";
   if (!total.upstream_prompt_tokens) return "no upstream prompts";
-  return `${share(total.provider_cached_tokens / total.upstream_prompt_tokens)} of upstream prompts`;
+  return `${share(cachedShare(total))} of upstream prompts${total.unsplit_prompt_tokens ? `, ${count(total.unsplit_prompt_tokens)} not told` : ""}`;
 }
 
 function change(now, then) {
