@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -81,6 +81,8 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         make_decoder: MakeDecoder = quickest_decoder,
     ) -> None:
+        context = min(config.max_context or files.spec.context, files.spec.context)
+        files = replace(files, spec=replace(files.spec, context=context))  # no tables for what is never used
         self.config, self.spec, self.tokenizer = config, files.spec, files.tokenizer
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
@@ -136,9 +138,7 @@ class EngineCore:
             pulls=self.link and self.link.pulls,
             drafter=self.drafter,
         )
-        self.context = min(
-            config.max_context or files.spec.context, files.spec.context, self.pool.blocks * config.block_size
-        )
+        self.context = min(context, self.pool.blocks * config.block_size)
         self.counters = Counters()
         self.stalled = False
         """Whether the last step had nothing to compute, since what it needs is still being loaded."""

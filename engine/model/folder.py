@@ -30,6 +30,7 @@ LAYER = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+_BIASED = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
 TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
 
@@ -67,9 +68,9 @@ class Folder:
         return self._where[theirs](theirs).float()
 
     def digest(self) -> bytes:
-        """SHA-256 over the weight files, in order."""
+        """SHA-256 over all that decides what is computed: the configuration and the weight files, in order."""
         whole = hashlib.sha256()
-        for file in self._files:
+        for file in (self._path / "config.json", *self._files):
             with file.open("rb") as stream:
                 whole.update(hashlib.file_digest(stream, "sha256").digest())
         return whole.digest()
@@ -94,6 +95,13 @@ class Folder:
             raise ModelError(f"{self._path} is quantised in a way that is not supported; use a GGUF file instead")
         if config.get("use_sliding_window") or (family == "mistral" and config.get("sliding_window")):
             raise ModelError(f"{self._path} uses sliding-window attention, which is not supported")
+        for name in self._where:
+            if name.endswith(".bias") and not name.endswith(_BIASED):
+                raise ModelError(f"{self._path} has a bias ({name}) where this engine's models have none")
+        if config.get("hidden_act") not in (None, "silu", "swish"):
+            raise ModelError(f"{self._path} is activated by {config['hidden_act']!r}; supported is silu")
+        if (_rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+            raise ModelError(f"{self._path} rotates only a part of each head, which is not supported")
         try:
             heads = int(config["num_attention_heads"])
             return ModelSpec(

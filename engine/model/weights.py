@@ -37,6 +37,7 @@ _GGUF_LAYER = {
     "ffn_down": "down",
 }
 _GGUF_TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+_BIASED = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _PERMUTED = ("llama",)
 """Architectures whose GGUF conversion stores q and k rows interleaved, for adjacent-pair rotation."""
 
@@ -117,15 +118,16 @@ def _gguf_spec(file: GGUF) -> ModelSpec:
     heads, hidden = int(need("attention.head_count")), int(need("embedding_length"))
     kv_heads = int(meta.get(f"{arch}.attention.head_count_kv", heads))
     head_dim = int(meta.get(f"{arch}.attention.key_length", hidden // heads))
-    if kv_heads <= 0 or heads % kv_heads or head_dim % 2:
-        raise ModelError(f"{file.path} is not a usable GGUF file: {heads} heads, {kv_heads} KV heads of {head_dim}")
     if meta.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{file.path} rotates only a part of each head, which is not supported")
     if "rope_freqs.weight" in file.tensors:
         raise ModelError(f"{file.path} brings its own rotary frequencies, which is not supported")
+    for name in file.tensors:
+        if name.endswith(".bias") and not name.endswith(_BIASED):
+            raise ModelError(f"{file.path} has a bias ({name}) where this engine's models have none")
     embed = file.tensors.get("token_embd.weight")
     layers = int(need("block_count"))
-    if embed is None or embed.shape[1:] != (hidden,) or layers > 1000:
+    if embed is None or embed.shape[1:] != (hidden,):
         raise ModelError(f"{file.path} is not a usable GGUF file: its embedding does not fit its metadata")
     return ModelSpec(
         name=str(meta.get("general.name") or file.path.stem),

@@ -108,7 +108,30 @@ def rewrite(**changes: Any) -> Any:
         (rewrite(vocab_size=300), "shape"),
         (rewrite(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "yarn"),
         (rewrite(quantization_config={"bits": 4}), "quantised"),
+        (rewrite(hidden_act="gelu"), "gelu"),
+        (rewrite(partial_rotary_factor=0.5), "rotates"),
+        (rewrite(num_key_value_heads=3), "3 KV heads"),
+        (rewrite(num_attention_heads=-4), "heads = -4"),
+        (rewrite(head_dim=7), "of 7"),
+        (rewrite(rms_norm_eps=float("nan")), "norm epsilon"),
+        (rewrite(max_position_embeddings=1 << 40), "context"),
+        (rewrite(rope_parameters={"rope_type": "linear", "factor": 0}), "rope factor"),
     ],
 )
 def test_a_broken_folder_is_one_clear_sentence(tmp_path: Path, change: Any, word: str) -> None:
     assert word in broken(tmp_path, change)
+
+
+@pytest.mark.parametrize("changes", [{"attention_bias": True}, {"mlp_bias": True}])
+def test_a_bias_that_would_be_left_out_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    saved(tmp_path, "Llama", changes)
+    with pytest.raises(ModelError, match="has a bias"):
+        open_model(str(tmp_path))
+
+
+def test_another_configuration_of_the_same_weights_is_another_model(tmp_path: Path) -> None:
+    saved(tmp_path, "Llama", {})
+    before = open_model(str(tmp_path)).digest
+    assert open_model(str(tmp_path)).digest == before
+    rewrite(rms_norm_eps=1e-3)(tmp_path)
+    assert open_model(str(tmp_path)).digest != before
