@@ -20,6 +20,8 @@ from engine.sampling import SamplingParams
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
+MAX_PROMPTS = 1024
+"""Of one request: all are taken in before the first is answered."""
 
 _ADAPTERS = ("adapter", "adapter_id", "adapters", "lora", "lora_name", "lora_path", "lora_request")
 """Names under which servers take an adapter. Here one would have to be merged into the weights."""

@@ -20,7 +20,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from engine import metrics
-from engine.api import ChatRequest, CommonRequest, CompletionRequest, parse
+from engine.api import MAX_PROMPTS, ChatRequest, CommonRequest, CompletionRequest, parse
 from engine.config import EngineConfig
 from engine.core import Generation
 from engine.errors import ModelError, RequestError
@@ -125,6 +125,8 @@ class EngineApp:
         given: Any = body.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
+        if len(given) > MAX_PROMPTS:
+            raise RequestError(f"the request has {len(given)} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
         prompts = [await self._encode(item) if isinstance(item, str) else list(item) for item in given]
         if not prompts:
             raise RequestError("the prompt is empty", param="prompt")

@@ -199,7 +199,12 @@ class Worker:
         return _LOAD_POLL if self.core.busy else None
 
     def _add(self, job: Generation) -> None:
-        self.core.add(job)
+        try:
+            self.core.add(job)
+        except Exception:
+            log.exception("a request could not be taken in; it is given up")
+            lost = [(job.id, Delta(error="the engine failed on this request"))]
+            self._loop.call_soon_threadsafe(self._deliver, lost)
 
     def _obey(self, command: Command) -> None:
         try:

@@ -279,6 +279,26 @@ async def test_a_failing_step_is_a_500_and_the_engine_lives_on(
     assert (await client.post(CHAT, json=body())).status_code == 200
 
 
+async def test_a_request_that_cannot_be_taken_in_is_a_500(
+    worker: Worker, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.core, "add", explode)
+        assert (await client.post(CHAT, json=body())).status_code == 500
+    assert (await client.post(CHAT, json=body())).status_code == 200
+
+
+async def test_too_many_prompts_are_refused_before_any_is_taken_in(client: httpx.AsyncClient) -> None:
+    for many in (["a"] * 1025, [[1]] * 1025):
+        response = await client.post(TEXT, json={"model": "tiny", "prompt": many})
+        assert response.status_code == 400
+        assert "1024" in response.json()["error"]["message"]
+    assert (await client.post(TEXT, json={"model": "tiny", "prompt": [1] * 200})).status_code == 200
+
+
 async def test_a_request_whose_token_cannot_be_chosen_fails_alone(
     worker: Worker, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
