@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -129,7 +129,10 @@ def _integer(text: str) -> int:
 def _real(text: str) -> Decimal:
     if math.isinf(float(text)):
         raise BadBody(f"The request body holds a number that is too large: {text[:40]}.")
-    return Decimal(text)
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise BadBody(f"The request body holds a number with too large an exponent: {text[:40]}.") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -119,6 +119,8 @@ def test_scope_parts_cannot_be_shifted_into_one_another() -> None:
         (b'{"a":NaN}', "NaN"),
         (b'{"a":-Infinity}', "Infinity"),
         (b'{"a":1e400}', "too large"),
+        (b'{"a":1e-99999999999999999999}', "exponent"),
+        (b'{"a":-0.0e99999999999999999999}', "exponent"),
         (b'{"a":"x\\ud835y"}', "surrogate"),
         (b'{"\\ud835":1}', "surrogate"),
         (b'{"a":"\xff"}', "UTF-8"),
