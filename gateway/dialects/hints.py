@@ -24,13 +24,18 @@ def prompt_cache_key(body: Mapping[str, Any], salt: str, *stable: object) -> dic
 
 
 def breakpoints(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Anthropic's cache breakpoints, behind the tools and behind the system text."""
+    """Anthropic's cache breakpoints, behind the tools and behind the system text. Tools that are loaded only when they
+    are searched for stand outside of the prefix, and are refused with a mark.
+    """
     if "cache_control" in body or any(_marked(body.get(name)) for name in ("tools", "system", "messages")):
         return {}
     tools, system = body.get("tools"), body.get("system")
     changes: dict[str, Any] = {}
-    if isinstance(tools, list) and tools and isinstance(tools[-1], dict):
-        changes["tools"] = [*tools[:-1], {**tools[-1], "cache_control": _MARK}]
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        loaded = [place for place, tool in enumerate(tools) if not tool.get("defer_loading")]
+        if loaded:
+            last = loaded[-1]
+            changes["tools"] = [*tools[:last], {**tools[last], "cache_control": _MARK}, *tools[last + 1 :]]
     if isinstance(system, str) and system.strip():
         changes["system"] = [{"type": "text", "text": system, "cache_control": _MARK}]
     elif isinstance(system, list) and system and isinstance(system[-1], dict) and system[-1].get("text"):

@@ -13,6 +13,7 @@ from tests.harness import running_gateway, upstream
 CHAT, RESPONSES, MESSAGES = (DIALECTS[f"/v1/{name}"] for name in ("chat/completions", "responses", "messages"))
 MARK = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "f", "input_schema": {}}
+LATER = {"name": "g", "input_schema": {}, "defer_loading": True}
 
 
 def chat(*texts: str, **more: Any) -> dict[str, Any]:
@@ -54,6 +55,8 @@ def test_responses_are_keyed_by_instructions_and_tools() -> None:
             {"system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", **MARK}]},
         ),
         ({"tools": [TOOL, TOOL]}, {"tools": [TOOL, {**TOOL, **MARK}]}),
+        ({"tools": [TOOL, LATER, LATER]}, {"tools": [{**TOOL, **MARK}, LATER, LATER]}),
+        ({"tools": [LATER]}, {}),
         ({"tools": [{**TOOL, **MARK}], "system": "Be brief."}, {}),
         ({"system": "Be brief.", "messages": [{"role": "user", "content": [{"type": "text", **MARK}]}]}, {}),
         ({"system": "Be brief.", **MARK}, {}),
