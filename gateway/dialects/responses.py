@@ -259,11 +259,16 @@ def _world(body: Mapping[str, Any]) -> str:
         not isinstance(tool, dict) or tool.get("type") not in ("function", "custom") for tool in tools
     ):
         return "a hosted tool"
-    if isinstance(items, list) and any(
-        isinstance(item, dict) and item.get("type") == "item_reference" for item in items
-    ):
+    if isinstance(items, list) and any(_is_reference(item) for item in items):
         return "items kept upstream"
     return next((what for name, what in _KEPT_UPSTREAM.items() if body.get(name) is not None), "")
+
+
+def _is_reference(item: object) -> bool:
+    """Whether an item of the input is but the name of one: its type may be left out, as that of a message may."""
+    if not isinstance(item, dict):
+        return False
+    return item.get("type") == "item_reference" or (item.get("type") is None and "role" not in item)
 
 
 def _turns(body: Mapping[str, Any]) -> list[Turn]:

@@ -244,10 +244,13 @@ def test_plain_answers_of_unknown_form_are_not_kept(answer: bytes) -> None:
             "answer depends on the world: a prompt kept upstream",
             "caller opted in",
         ),
-        (
-            {"store": False, "input": [{"type": "item_reference", "id": "x"}]},
-            "answer depends on the world: items kept upstream",
-            "caller opted in",
+        *(
+            (
+                {"store": False, "input": [reference]},
+                "answer depends on the world: items kept upstream",
+                "caller opted in",
+            )
+            for reference in ({"type": "item_reference", "id": "x"}, {"id": "x"}, {"id": "x", "type": None})
         ),
         *(
             (
