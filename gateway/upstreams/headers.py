@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from email.utils import parsedate_to_datetime
 
 from gateway.http import HOP_BY_HOP, Headers, Request
@@ -25,6 +26,7 @@ _TO_CALLER = frozenset(
 )
 _PREFIXES_TO_CALLER = (b"openai-", b"anthropic-", b"x-ratelimit-", b"ratelimit")
 
+_NUMBER = re.compile(rb"[0-9]+(\.[0-9]+)?")
 _OURS = (b"x-warmgate-", b"x-forwarded-")
 _NEVER_BACK = frozenset((b"set-cookie", b"content-length", b"date", b"server", b"x-request-id"))
 
@@ -38,8 +40,8 @@ def retry_after(headers: Headers, now: float) -> float | None:
         named.get(b"retry-after-ms", b"").strip(),
         named.get(b"retry-after", b"").strip().decode("latin-1"),
     )
-    if milliseconds.isdigit():
-        return int(milliseconds) / 1000
+    if _NUMBER.fullmatch(milliseconds):
+        return float(milliseconds) / 1000
     try:
         return float(text) if text.isdigit() else max(0.0, parsedate_to_datetime(text).timestamp() - now)
     except ValueError:

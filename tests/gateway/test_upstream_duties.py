@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -322,6 +323,8 @@ class TestAnotherModel:
         ({"retry-after": "-5"}, None),
         ({"retry-after": "1e9"}, None),
         ({"retry-after-ms": "x"}, None),
+        ({"retry-after-ms": "100.5"}, 0.1005),
+        ({"retry-after-ms": "9" * 5000}, math.inf),
     ],
 )
 def test_reading_how_long_an_upstream_wants_to_be_left_alone(headers: dict[str, str], expected: float | None) -> None:
