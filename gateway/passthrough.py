@@ -11,6 +11,7 @@ import orjson
 
 from gateway.http import Request, Response, Stream
 from gateway.ledger import Call, Row
+from gateway.plan import read_body
 from gateway.relay import UNUSED
 from gateway.runtime import Runtime
 from gateway.tenants import Caller, Denied
@@ -37,6 +38,7 @@ async def pass_through(runtime: Runtime, request: Request, request_id: str, row:
     if caller.models is not None:
         if name is None:
             raise Denied(403, "This key is limited to some models, and this request names none.", "model_not_allowed")
+        read_body(request.body)  # refuses a body of which the upstream might read another model than we do
         caller.require(name)
     if not runtime.pool.members:
         raise UpstreamError("connect", "no upstream is configured", sent=False)

@@ -351,3 +351,15 @@ async def test_o52_an_unknown_endpoint_is_passed_through_with_its_headers(bench:
     assert seen.target == "/v1/rerank?deep=1"
     assert (seen.headers["anthropic-beta"], seen.headers["x-own"]) == ("a", "mine")
     assert "cookie" not in seen.headers
+
+
+async def test_a_key_for_some_models_cannot_name_two(world: World) -> None:
+    """O-11 on a path that is passed through: the model that is checked is the one that the upstream reads."""
+    async with world.bench(tenants=[{"name": "t1", "keys": [hashed("K1")], "models": ["m1"]}]) as bench:
+        bench.u.on("/v1/rerank", json_body({"results": []}))
+        for twice in (b'{"model":"m2","model":"m1"}', b'{"model":"m2","\\u006dodel":"m1"}'):
+            refused = await bench.send(twice, "/v1/rerank", key="K1")
+            assert refused.status == 400 and "twice" in refused.response.json()["error"]["message"]
+        assert (await bench.send({"model": "m2"}, "/v1/rerank", key="K1")).status == 403
+        assert not bench.u.other_calls
+        assert (await bench.send({"model": "m1"}, "/v1/rerank", key="K1")).status == 200
