@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,7 @@ from gateway.dialects import DIALECTS
 from gateway.explanation import explanation
 from gateway.judging import report as agreement_report
 from gateway.ladder import report as ladder_report
-from gateway.plan import BadRequest, read_body
+from gateway.plan import NAME_FORM, BadRequest, is_name, read_body
 from gateway.prefix_health import report as prefix_report
 from gateway.reload import ReloadError, Source, reload
 from gateway.reporting import effective_response, outcomes, rows_response, sums_response
@@ -25,6 +26,7 @@ from gateway.sentinels.report import report
 from gateway.tenants import Denied
 from gateway.vitals import of_all_workers
 
+_KEY = re.compile("[0-9a-f]{32}")
 _TARGETS = ("key", "tag", "model", "tenant", "namespace", "before", "all")
 
 
@@ -186,6 +188,10 @@ def purge_scope(order: dict[str, Any], runtime: Runtime) -> str:
         return before(value)
     if not isinstance(value, str) or not value:
         raise HTTPException(400, f"'{name}' must be a text.")
+    if name in ("tag", "namespace") and not is_name(value):
+        raise HTTPException(400, f"Nothing is kept under this {name}: it would be {NAME_FORM}.")
+    if name == "key" and not _KEY.fullmatch(value):
+        raise HTTPException(400, "'key' must be the 32 digits of a key as /admin/explain shows it.")
     if name == "model":
         return f"model:{runtime.planner.model(value).target}"
     if name == "namespace":

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cache.response.canonical import Identity, Scope, identify, respell
 from cache.response.entry import Entry
+from gateway.coalescing import cache_status
 from gateway.dialects.embeddings import Item, assemble, is_kept, items_of, kept_items, read_only, shares
 from gateway.exchange import Exchange
 from gateway.hit import hit_headers
@@ -54,6 +55,11 @@ class _Work:
     recalled: int = 0
     joined: bool = False
     stored: bool = False
+
+    @property
+    def fwd(self) -> str:
+        """Why the cache does not answer all of it (RFC 9211)."""
+        return "uri-miss" if self.plan.may_recall else "request"
 
     @property
     def new(self) -> list[Identity]:
@@ -109,9 +115,8 @@ class Batches:
         wanted, runtime = list(work.wanted), self._runtime
         for start in range(0, len(wanted), LOOKUPS_AT_ONCE):
             some, now = wanted[start : start + LOOKUPS_AT_ONCE], runtime.clock.time()
-            for identity, found in zip(
-                some, await asyncio.gather(*(runtime.recall.find(i, now) for i in some)), strict=True
-            ):
+            lookups = (runtime.recall.find(i, now, work.plan.tag_scopes) for i in some)
+            for identity, found in zip(some, await asyncio.gather(*lookups), strict=True):
                 if found is None or not is_kept(found.entry.message):
                     continue
                 entry, directives = found.entry, work.plan.directives
@@ -129,8 +134,12 @@ class Batches:
 
     def _serves(self, work: _Work, entry: Entry) -> bool:
         """Whether an item that somebody else asked for is new enough: nothing was purged since, for one thing."""
-        alive = self._runtime.generations.alive(entry.generations, entry.born)
-        return alive and freshness(*self._times(entry), 0.0, work.plan.directives) != "expired"
+        fresh = freshness(*self._times(entry), 0.0, work.plan.directives) != "expired"
+        return fresh and self._alive(work, entry)
+
+    def _alive(self, work: _Work, entry: Entry) -> bool:
+        """Whether nothing was purged under which it was kept, or under which it is asked for."""
+        return self._runtime.recall.for_tags(entry, work.plan.tag_scopes) is not None
 
     async def _ask(self, work: _Work, new: list[Identity]) -> Response | None:
         """Has an upstream compute items, for this caller and whoever waits. A response: to be passed on as it is."""
@@ -177,7 +186,9 @@ class Batches:
             row.reason = landed.answer.outcome.fault
             if work.plan.may_keep:
                 runtime.not_stored[row.reason] += 1
-            return Response(head.status, [*headers, (b"cache-status", b"warmgate; fwd=uri-miss")], body)
+                landed = replace(landed, reason=row.reason)
+            status = cache_status(work.plan, work.fwd, head, landed, collapsed=False)
+            return Response(head.status, [*headers, status], body)
         tokens = landed.answer.usage.get("prompt")
         counted = shares(tokens, [work.wanted[i] for i in new]) if tokens is not None else [None] * len(new)
         now = runtime.clock.time()
@@ -202,8 +213,8 @@ class Batches:
                 runtime.keeper.keep(identity.key, entry, now)
         if everything:
             stored = b"; stored" if work.plan.may_keep else b""
-            fwd = b"uri-miss" if work.plan.may_recall else b"request"
-            return Response(head.status, [*headers, (b"cache-status", b"warmgate; fwd=" + fwd + stored)], body)
+            status = b"warmgate; fwd=" + work.fwd.encode() + stored
+            return Response(head.status, [*headers, (b"cache-status", status)], body)
         return None
 
     async def _fly(self, work: _Work, new: Sequence[Identity], everything: bool) -> tuple[Head, Landed, bytes]:
@@ -230,7 +241,7 @@ class Batches:
 
     def _serves_stale(self, work: _Work, new: Sequence[Identity]) -> bool:
         """RFC 5861, ``stale-if-error``: whether what the upstream failed to give is there, though stale."""
-        if not all(identity in work.stale for identity in new):
+        if not all(identity in work.stale and self._alive(work, work.stale[identity]) for identity in new):
             return False
         work.have |= {identity: work.stale[identity] for identity in new}
         work.row.outcome, work.row.reason = "stale", "upstream failed"
@@ -238,7 +249,7 @@ class Batches:
 
     def _whole(self, work: _Work) -> Response:
         """The answer to the batch, put together."""
-        row, now = work.row, self._runtime.clock.time()
+        row = work.row
         entries = [work.have[identity] for identity in work.order]
         known = [entry.usage["prompt"] for entry in entries if "prompt" in entry.usage]
         tokens = sum(known) if len(known) == len(entries) else None
@@ -246,7 +257,7 @@ class Batches:
         row.usage = read_only(tokens) or None
         if row.outcome == "miss":
             detail = b'"%d/%d items"' % (work.recalled, len(work.wanted))
-            fwd = b"partial" if work.recalled else b"uri-miss"
+            fwd = b"partial" if work.recalled else work.fwd.encode()
             stored = b"; stored" if work.stored else b""
             status = b"warmgate; fwd=%s%s; detail=%s" % (fwd, stored, detail)
             upstream = (b"x-warmgate-upstream", row.upstream.encode())
@@ -255,10 +266,11 @@ class Batches:
         if work.joined and row.outcome != "stale":
             row.outcome = "coalesced"
             return Response(200, [JSON, (b"cache-status", b"warmgate; fwd=uri-miss; collapsed")], body)
-        expires = min(entry.expires for entry in entries) - now
+        times = [self._times(entry) for entry in entries]
+        expires = min(expires_in for _, expires_in in times)
         if row.outcome != "stale":
             row.outcome = "exact" if expires > 0 else "stale"
-        age = max(0.0, now - min(entry.born for entry in entries))
+        age = max(age for age, _ in times)
         return Response(200, [JSON, *hit_headers(row.outcome, age, expires)], body)
 
 

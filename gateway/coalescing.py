@@ -96,7 +96,7 @@ class Coalescing:
         raise Denied(404, f"The model {plan.model.name[:100]!r} does not exist here.", "model_not_found")
 
     def _under_way(self, plan: Plan) -> bool:
-        return self._runtime.flights.get(plan.identity.fingerprint) is not None
+        return self._runtime.flights.get(plan.identity.fingerprint, tags=plan.tag_scopes) is not None
 
     def _oldest(self, plan: Plan) -> float | None:
         """When a call must have begun, at the earliest, that this caller accepts (unix seconds)."""
@@ -105,7 +105,7 @@ class Coalescing:
 
     def _joinable(self, plan: Plan, oldest: float | None) -> CallFlight | None:
         """A flight that answers this request."""
-        return self._runtime.flights.get(plan.identity.fingerprint, oldest)
+        return self._runtime.flights.get(plan.identity.fingerprint, oldest, plan.tag_scopes)
 
     def _take_off(
         self,

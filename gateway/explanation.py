@@ -15,7 +15,7 @@ async def explanation(runtime: Runtime, plan: Plan, posted: Request) -> dict[str
     this question).
     """
     now = runtime.clock.time()
-    found = await runtime.recall.find(plan.identity, now) if plan.may_recall else None
+    found = await runtime.recall.find(plan.identity, now, plan.tag_scopes) if plan.may_recall else None
     state = None
     if found is not None:
         entry = found.entry

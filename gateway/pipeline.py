@@ -125,7 +125,7 @@ class Pipeline:
             return kept_response(plan, curated, now, [status])
         self._shortcut.remember(exchange.request, plan)
         if plan.may_recall:
-            found = await runtime.recall.find(plan.identity, runtime.clock.time())
+            found = await runtime.recall.find(plan.identity, runtime.clock.time(), plan.tag_scopes)
             if found is not None:
                 entry, now = found.entry, runtime.clock.time()
                 expires = runtime.generations.fresh_until(entry.generations, entry.born, entry.expires)

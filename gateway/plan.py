@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cache.response.canonical import BadBody, Identity, Scope, identify, parse, respell
-from cache.response.tags import scopes_of
+from cache.response.tags import scopes_of, tag_scopes
 from gateway.config import Cache, Config, TenantCache
 from gateway.config.units import parse_time
 from gateway.dialects.base import Dialect
@@ -25,6 +25,7 @@ from policies.cacheability import Sampled, Verdict, judge
 from policies.freshness import Directives, Lifetime, parse_cache_control
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+NAME_FORM = "1 to 128 letters, digits, or any of . _ : / @ - (but first a letter or digit)"
 _MAX_TAGS = 16
 _MAX_NAMES = 4096
 """Models remembered; callers choose their names."""
@@ -99,6 +100,11 @@ class Plan:
     def may_join(self) -> bool:
         """Whether it may share an upstream call with equal requests: never when sampled, never past ``no-cache``."""
         return self.may_recall and self.may_keep and not self.sampled
+
+    @property
+    def tag_scopes(self) -> tuple[str, ...]:
+        """Those scopes that the caller named itself."""
+        return tag_scopes(self.tags)
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -292,12 +298,17 @@ def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
+def is_name(text: str) -> bool:
+    """Whether a namespace or a tag may be called so (`NAME_FORM`)."""
+    return _NAME.fullmatch(text) is not None
+
+
 def _label(request: Request, header: bytes) -> str:
     value = request.header(header)
     if value is None:
         return ""
-    if not _NAME.fullmatch(value):
-        raise BadRequest(f"The header {header.decode()} must be 1 to 128 letters, digits, or any of . _ : / @ -")
+    if not is_name(value):
+        raise BadRequest(f"The header {header.decode()} must be {NAME_FORM}.")
     return value
 
 
@@ -306,8 +317,10 @@ def _tags(request: Request) -> tuple[str, ...]:
     if value is None:
         return ()
     tags = tuple(dict.fromkeys(tag.strip() for tag in value.split(",") if tag.strip()))
-    if len(tags) > _MAX_TAGS or not all(_NAME.fullmatch(tag) for tag in tags):
-        raise BadRequest(f"The header x-warmgate-tags must hold at most {_MAX_TAGS} names, separated by commas.")
+    if len(tags) > _MAX_TAGS or not all(map(is_name, tags)):
+        raise BadRequest(
+            f"The header x-warmgate-tags must hold at most {_MAX_TAGS} names, separated by commas, each {NAME_FORM}."
+        )
     return tags
 
 

@@ -84,7 +84,7 @@ class Sharing:
     async def _stored(self, plan: Plan, flight: CallFlight) -> Landed | None:
         """The answer that has just been put into the store."""
         runtime = self._runtime
-        found = await runtime.recall.below(plan.identity, runtime.clock.time())
+        found = await runtime.recall.below(plan.identity, runtime.clock.time(), plan.tag_scopes)
         if found is None:
             return None
         entry, now = found.entry, runtime.clock.time()

@@ -296,14 +296,17 @@ class Flights(Generic[AnyFlight]):
         """All of them."""
         return [found.flight for found in self._under_way.values()]
 
-    def get(self, key: bytes, oldest: float | None = None) -> AnyFlight | None:
-        """The flight to join, if it took off at ``oldest`` (unix seconds) or later and nothing was purged since."""
+    def get(self, key: bytes, oldest: float | None = None, tags: tuple[str, ...] = ()) -> AnyFlight | None:
+        """The flight to join, if it took off at ``oldest`` (unix seconds) or later and nothing was purged since, nor
+        under the scopes ``tags`` of who asks.
+        """
         found = self._under_way.get(key)
         if found is None or not found.flight.joinable or (oldest is not None and found.born < oldest):
             return None
-        if not self._generations.alive(found.stamped, found.born):
+        stamped = self._generations.widened(found.stamped, tags, found.born) if tags else found.stamped
+        if not self._generations.alive(stamped, found.born):
             return None
-        fresh = self._generations.fresh_until(found.stamped, found.born, math.inf)
+        fresh = self._generations.fresh_until(stamped, found.born, math.inf)
         return found.flight if fresh == math.inf else None
 
     def add(self, key: bytes, flight: AnyFlight, born: float, stamped: dict[str, int]) -> None:

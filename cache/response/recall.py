@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 from cache.response.canonical import Identity
@@ -56,22 +57,34 @@ class Recall:
             return None
         return entry
 
-    async def find(self, identity: Identity, now: float) -> Found | None:
+    async def find(self, identity: Identity, now: float, tags: tuple[str, ...] = ()) -> Found | None:
         """The entry from the nearest tier, an old one in memory only if nothing newer lies below. What the shared store
-        held moves up with the life it had left, never a longer one.
+        held moves up with the life it had left, never a longer one. ``tags``: scopes under which it is asked for.
         """
-        entry = self.in_memory(identity)
+        entry = self.for_tags(self.in_memory(identity), tags)
         if entry is None or self._generations.fresh_until(entry.generations, entry.born, entry.expires) <= now:
-            below = await self.below(identity, now)
+            below = await self.below(identity, now, tags)
             if below is not None:
                 return below
-            entry = self.in_memory(identity, again=True)  # perhaps kept while the shared store was asked
+            again = self.in_memory(identity, again=True)  # perhaps kept while the shared store was asked
+            entry = self.for_tags(again, tags)
         return Found(entry, "memory") if entry is not None else None
 
-    async def below(self, identity: Identity, now: float) -> Found | None:
+    def for_tags(self, entry: Entry | None, tags: tuple[str, ...]) -> Entry | None:
+        """The entry as one who asks under these tags may see it: what is older than a purge of a tag is not for them,
+        even if it was made for somebody who did not name the tag.
+        """
+        if entry is None:
+            return None
+        stamped = self._generations.widened(entry.generations, tags, entry.born) if tags else entry.generations
+        if not self._generations.alive(stamped, entry.born):
+            return None
+        return replace(entry, generations=stamped) if tags else entry
+
+    async def below(self, identity: Identity, now: float, tags: tuple[str, ...] = ()) -> Found | None:
         """What the shared store has, unless memory has something newer: then that."""
         data = await self._shared.get(identity.key) if self._shared is not None else None
-        entry = self.believe(identity, data, now) if data is not None else None
+        entry = self.for_tags(self.believe(identity, data, now), tags) if data is not None else None
         return Found(entry, self._shared.name) if entry is not None and self._shared is not None else None
 
     def begin(self, identity: Identity) -> Future[bytes | None] | None:

@@ -30,7 +30,12 @@ MARKS = 16
 def scopes_of(*, key: bytes, tenant: str, namespace: str, model: str, tags: Iterable[str]) -> tuple[str, ...]:
     """Every scope by which an entry can be purged."""
     own = (EVERYTHING, f"tenant:{tenant}", f"model:{model}", f"namespace:{tenant}/{namespace}", f"key:{key.hex()}")
-    return own + tuple(f"tag:{tag}" for tag in tags)
+    return own + tag_scopes(tags)
+
+
+def tag_scopes(tags: Iterable[str]) -> tuple[str, ...]:
+    """The scopes of tags."""
+    return tuple(f"tag:{tag}" for tag in tags)
 
 
 def before(moment: float) -> str:
@@ -153,6 +158,18 @@ class Generations:
         scopes = tuple(scopes)
         stamped = {scope: self._hard.get(scope, 0) for scope in scopes}
         return stamped | {soft(scope): self._soft[scope].latest for scope in scopes if scope in self._soft}
+
+    def widened(self, stamped: Mapping[str, int], scopes: Iterable[str], born: float) -> dict[str, int]:
+        """A stamp with ``scopes`` that the entry was not made under: at what their generations were when it was
+        ``born`` (unix seconds), as far as clocks tell, since a generation is no less than the time of its purge.
+        """
+        wider, moment = dict(stamped), int(born * 1000)
+        for scope in scopes:
+            if scope not in wider:
+                generation = self._hard.get(scope, 0)
+                wider[scope] = generation if generation <= moment else 0
+                wider[soft(scope)] = moment
+        return wider
 
     def alive(self, stamped: Mapping[str, int], born: float) -> bool:
         """Whether nothing has been purged under the entry, ``born`` at a unix time in seconds, since it was stamped."""

@@ -277,6 +277,33 @@ async def test_a_purge_takes_items_with_it(b: Bench) -> None:
     assert b.u.n == 2
 
 
+async def test_what_a_soft_purge_made_stale_is_said_to_be_stale(b: Bench) -> None:
+    await b.post(["a", "b"])
+    await b.gateway.client.post("/admin/purge", json={"model": "e", "soft": True})
+    b.clock.advance(5)
+    stale = await b.embed(["a", "b"], "a", "b", cache_control="max-stale")
+    assert stale.headers["cache-status"] == "warmgate; hit; ttl=-5; detail=stale"
+    assert stale.headers["age"] == "5" and b.u.n == 1
+
+
+async def test_stale_items_that_were_purged_meanwhile_do_not_serve(b: Bench, gate: asyncio.Event) -> None:
+    await b.post(["a"], x_warmgate_ttl=1)
+    b.clock.advance(10)
+    b.u.reply(error(500).held(gate))
+    waiting = asyncio.create_task(b.post(["a"], cache_control="stale-if-error=100"))
+    await b.u.wait_calls(2)
+    await b.gateway.client.post("/admin/purge", json={"model": "e"})
+    gate.set()
+    assert (await waiting).status_code == 500
+
+
+async def test_an_error_says_why_the_cache_did_not_answer(b: Bench) -> None:
+    b.u.always(error(400))
+    told = (await b.post(["a"])).headers["cache-status"]
+    assert told == 'warmgate; fwd=uri-miss; detail="not stored: status 400"'
+    assert (await b.post(["a"], cache_control="no-store")).headers["cache-status"] == "warmgate; fwd=request"
+
+
 async def test_tenants_do_not_share_items() -> None:
     def digest(key: str) -> str:
         return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"

@@ -95,6 +95,53 @@ class TestPurging:
             await purge(bench, **order)
             await bench.hit(B, x_warmgate_namespace="n")
 
+    @pytest.mark.parametrize("soft", [False, True])
+    async def test_what_was_made_without_the_tag_is_not_for_those_who_name_it(
+        self, start: Start, clock: FakeClock, soft: bool
+    ) -> None:
+        async with start() as bench:
+            await bench.miss(B)
+            await bench.hit(B, x_warmgate_tags="t")
+            clock.advance(1)
+            await purge(bench, tag="t", soft=soft)
+            clock.advance(1)
+            await bench.hit(B)
+            assert (await bench.miss(B, x_warmgate_tags="t")).text == "ans-2"
+            assert (await bench.hit(B, x_warmgate_tags="t, s")).text == "ans-2"
+
+    async def test_a_call_made_without_the_tag_is_not_joined_by_those_who_name_it(
+        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
+    ) -> None:
+        u.reply(answer().held(gate))
+        async with start() as bench:
+            before = asyncio.create_task(bench.gateway.chat(B))
+            await u.wait_calls(1)
+            clock.advance(1)
+            await purge(bench, tag="t")
+            after = await bench.gateway.chat(B, x_warmgate_tags="t")
+            assert after.json()["choices"][0]["message"]["content"] == "ans-2"
+            gate.set()
+            await before
+
+    @pytest.mark.parametrize(
+        ("order", "word"),
+        [
+            ({"tag": "my tag"}, "letters"),
+            ({"tag": "x\x00"}, "letters"),
+            ({"namespace": ".n"}, "first"),
+            ({"key": "AB"}, "32 digits"),
+        ],
+    )
+    async def test_a_name_that_nothing_can_have_is_an_error(
+        self, start: Start, order: dict[str, Any], word: str
+    ) -> None:
+        async with start() as bench:
+            refused = await bench.gateway.client.post("/admin/purge", json=order)
+            assert refused.status_code == 400 and word in refused.json()["detail"]
+            for header in ("x-warmgate-tags", "x-warmgate-namespace"):
+                asked = await bench.send(B, **{header: next(iter(order.values())).replace("\x00", " ") + " !"})
+                assert asked.status == 400 and "letters" in asked.response.json()["error"]["message"]
+
     async def test_everything_older_than_a_moment(self, start: Start, clock: FakeClock) -> None:
         async with start() as bench:
             await bench.miss(B)
