@@ -163,7 +163,8 @@ class Coalescing:
             if head.status >= 400:
                 row.outcome, row.reason = "error", f"status {head.status}"
             upstream = named(head)
-            if head.kept or (collapsed and head.status == 200 and head.stream != plan.streams):
+            other_form = head.stream != plan.streams or head.echo != plan.echo
+            if head.kept or (collapsed and head.status == 200 and other_form):
                 async for _ in flight.pieces(follower):  # whoever takes no pieces would hold the call up if left alone
                     pass
                 landed = await flight.result()

@@ -40,7 +40,7 @@ def ready(plan: Plan, message: bytes) -> Ready:
         (b"content-length", b"%d"),
     ]
     head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
-    return Ready(head + b"\r\n", segments_for(plan, message), plan.dialect.echo(plan.body))
+    return Ready(head + b"\r\n", segments_for(plan, message), plan.echo)
 
 
 def segments_for(plan: Plan, message: bytes) -> tuple[bytes, ...]:
@@ -58,7 +58,7 @@ def segments_for(plan: Plan, message: bytes) -> tuple[bytes, ...]:
 
 def kept_response(plan: Plan, message: bytes, now: float, headers: Headers) -> Response:
     """A kept message as a response with these ``headers``. ``now``: unix seconds."""
-    own = plan.dialect.identity(now) + plan.dialect.echo(plan.body)
+    own = plan.dialect.identity(now) + plan.echo
     return Response(200, [*_form(plan), *headers], own.join(segments_for(plan, message)))
 
 

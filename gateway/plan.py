@@ -69,6 +69,8 @@ class Plan:
     sampled: bool
     repeatable: bool
     outgoing: bytes
+    echo: bytes
+    """What its answer repeats of its own bookkeeping (`Dialect.echo`)."""
 
     @property
     def streams(self) -> bool:
@@ -172,12 +174,15 @@ class Planner:
         sampled: Sampled = "faq" if model.faq and rule.sampled == "never" else rule.sampled
         ask = dialect.ask(body)
         verdict = judge(ask, sampled=sampled, opted_in=opted_in)
+        if verdict.cacheable and not isinstance(body.get("stream"), bool | None):  # upstreams read it differently
+            verdict = Verdict(False, "'stream' is neither true nor false")
         temperature_zero = ask.always_deterministic or (ask.temperature is not None and ask.temperature == 0)
         try:
             identity = (
                 self._identity(request, dialect, caller, body, model, namespace) if verdict.cacheable else NOWHERE
             )
             outgoing = self._outgoing(request.body, body, model, dialect, caller.tenant)
+            echo = dialect.echo(body)
         except BadBody as error:
             raise BadRequest(str(error)) from None
         return Plan(
@@ -194,6 +199,7 @@ class Planner:
             sampled=not temperature_zero,
             repeatable=not ask.side_effects,
             outgoing=outgoing,
+            echo=echo,
         )
 
     def _identity(

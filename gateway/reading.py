@@ -31,7 +31,8 @@ BOUND = 8 * 1024 * 1024
 class Head:
     """How an upstream's answer begins. ``whole``: its body is complete and comes as one piece. ``elsewhere``: when
     another process began the call (unix seconds), if one did; ``kept``: its answer is in the store already, and comes
-    as the result alone. ``fallback``: the model that stood in for the one asked for.
+    as the result alone. ``fallback``: the model that stood in for the one asked for. ``echo``: what the answer repeats
+    of the bookkeeping of the request that was sent (`Dialect.echo`): as it is, it is for nobody with other bookkeeping.
     """
 
     status: int
@@ -42,6 +43,7 @@ class Head:
     elsewhere: float | None = None
     kept: bool = False
     fallback: str = ""
+    echo: bytes = b""
 
 
 @dataclass(slots=True)

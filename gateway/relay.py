@@ -202,7 +202,7 @@ class Relay:
             except UnknownCoding:
                 stream = whole = False
                 headers.append((b"content-encoding", coding))
-        head = Head(response.status, headers, route.member.name, stream, whole, fallback=fallback)
+        head = Head(response.status, headers, route.member.name, stream, whole, fallback=fallback, echo=plan.echo)
         begun = partial(sent.begun, first_token=stream)
         if stream or whole:
             codec = sent.codec(codec, stream=stream)

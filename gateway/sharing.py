@@ -117,16 +117,17 @@ async def _feed(seat: Follow, flight: CallFlight, reading: Reading) -> None:
 
 def _packed(head: Head, born: float) -> bytes:
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers]
-    return orjson.dumps([head.status, headers, head.upstream, head.stream, head.whole, head.fallback, born])
+    told = (head.status, headers, head.upstream, head.stream, head.whole, head.fallback, born, head.echo.decode())
+    return orjson.dumps(told)
 
 
 def _unpacked(data: bytes) -> tuple[Head, float]:
     """Raises `LeaderLost` for what no gateway of this version has said."""
     try:
-        status, headers, upstream, stream, whole, fallback, born = orjson.loads(data)
+        status, headers, upstream, stream, whole, fallback, born, echo = orjson.loads(data)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        began, stood_in = float(born), str(fallback)
-        head = Head(int(status), pairs, str(upstream), bool(stream), bool(whole), elsewhere=began, fallback=stood_in)
+        began, stood_in, own = float(born), str(fallback), str(echo).encode()
+        head = Head(int(status), pairs, str(upstream), bool(stream), bool(whole), began, fallback=stood_in, echo=own)
         return head, began
     except (ValueError, TypeError, AttributeError):
         raise LeaderLost from None

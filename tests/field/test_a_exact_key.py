@@ -179,6 +179,13 @@ async def test_o10_broken_unicode_is_a_clear_400(bench: Bench, content: bytes) -
     assert reply.rose == 0
 
 
+async def test_o10_broken_unicode_in_bookkeeping_that_is_echoed_is_no_500(bench: Bench) -> None:
+    body = b'{"model":"m1","temperature":0,"store":false,"input":"x","metadata":{"a":"%s"}}'
+    await bench.miss(body % b"good", "/v1/responses")
+    for _ in range(2):
+        assert (await bench.send(body % b"\\ud835", "/v1/responses")).status == 400
+
+
 async def test_o10_nul_and_the_two_spellings_of_e_acute(bench: Bench) -> None:
     variants = [B | {"messages": [{"role": "user", "content": text}]} for text in ("\x00", "\u00e9", "e\u0301")]
     await all_differ(bench, variants)

@@ -281,6 +281,16 @@ async def test_o24_an_upstream_that_answers_in_the_other_form_is_passed_on_as_wh
         assert (hit.streamed, hit.text) == (wanted, text)
 
 
+@pytest.mark.parametrize("odd", [1, "true"])
+async def test_o24_where_upstreams_may_read_stream_differently_none_is_spoken_for(bench: Bench, odd: object) -> None:
+    """Derived: many take these for true, so that a kept answer in one piece would be of the wrong form."""
+    bench.u.always(answer("streamed"))
+    await bench.miss(B)
+    reply = await bench.send(B | {"stream": odd})
+    assert (reply.rose, reply.streamed) == (1, True)
+    assert reply.cache_status == "warmgate; fwd=bypass; detail=\"'stream' is neither true nor false\""
+
+
 USAGES: list[UsageAs] = ["separate", "with_choice", "merged"]
 OPTIONS: list[dict[str, Any]] = [
     {"stream_options": {"include_usage": True}},

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 import gateway.reading
-from loadtest.stub_upstream import StubUpstream, answer, error
+from loadtest.stub_upstream import StubUpstream, answer, error, events, json_body
 from tests.field.conftest import CHAT, B, Bench, World, both_paths, each_store, one_world
 from tests.field.reading import ASKS, events_of, json_events, text_of, text_of_stream
 from tests.harness import upstream
@@ -303,3 +303,45 @@ async def test_o46_two_upstream_models_are_two_flights(world: World, gate: async
             gate.set()
             assert await asking == ["from m1", "from m2", "from m1"] * 5
             assert u.n == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@each_store
+async def test_o47_bookkeeping_of_one_caller_is_not_told_to_another(
+    world: World, bench: Bench, gate: asyncio.Event, stream: bool
+) -> None:
+    """The Responses API repeats it in its answer: one call for all, and to each caller his own."""
+    sharing = world.store == "redis"
+    said = {"type": "output_text", "text": "said", "annotations": [], "logprobs": []}
+    item = {"id": "msg_1", "type": "message", "status": "completed", "role": "assistant", "content": [said]}
+    whole = {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 1,
+        "status": "completed",
+        "model": "m1",
+        "output": [item],
+        "metadata": {"of": "0"},
+        "user": "0",
+    }
+    stages = [
+        {"type": "response.created", "response": {**whole, "status": "in_progress", "output": []}},
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+        {"type": "response.completed", "response": whole},
+    ]
+    reply = events(*(b"event: %s\ndata: %s\n\n" % (s["type"].encode(), orjson.dumps(s)) for s in stages))
+    bench.u.always((reply if stream else json_body(whole)).held(gate))
+    body = {"model": "m1", "temperature": 0, "store": False, "input": "Say A", "stream": stream}
+    owners = ["0", "1", "1", "0"]
+    asking = []
+    for number, owner in enumerate(owners):
+        asked = {**body, "metadata": {"of": owner}, "user": owner}
+        asking.append(asyncio.create_task(bench.gateway.client.post("/v1/responses", json=asked, timeout=30)))
+        await bench.gateway.joined(number + 1 + sharing)
+    gate.set()
+    for owner, response in zip(owners, await asyncio.gather(*asking), strict=True):
+        told = json_events(response.content)[-1]["response"] if stream else response.json()
+        assert (told["metadata"], told["user"]) == ({"of": owner}, owner)
+        assert told["output"] == [item]
+    assert bench.u.n == 1
+    await clean(bench)
