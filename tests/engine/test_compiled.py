@@ -18,7 +18,7 @@ from numba import njit
 from engine.attention import Row
 from engine.compiled.arrays import columns, stored
 from engine.compiled.decoder import CompiledDecoder
-from engine.compiled.jit import code_folder
+from engine.compiled.jit import code_folder, compiled
 from engine.compiled.lanes import get, put
 from engine.compiled.passes import product
 from engine.compiled.rows import exp, gate
@@ -291,3 +291,43 @@ def test_machine_code_is_kept_for_just_the_sources_it_comes_from(
     shutil.rmtree(home)
     home.write_text("nor this")
     assert code_folder(sources) is None
+
+
+def doubled(x: int) -> int:
+    return 2 * x
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_damaged_machine_code_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr("engine.compiled.jit._FOLDER", tmp_path)
+    assert compiled(doubled)(2) == 4
+    [file] = tmp_path.rglob(f"*{suffix}")
+    whole = file.stat().st_size
+    file.write_bytes(file.read_bytes()[: whole // 2 if suffix == ".nbc" else 0])
+    assert compiled(doubled)(2) == 4
+    assert abs(file.stat().st_size - whole) < 100
+    again = compiled(doubled)
+    assert again(2) == 4
+    assert again.stats.cache_hits
+
+
+def test_machine_code_that_cannot_be_kept_is_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engine.compiled.jit._FOLDER", tmp_path)
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    assert compiled(doubled)(2) == 4
+
+
+def test_without_a_home_code_is_kept_beside_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert code_folder(tmp_path) is not None
+    (tmp_path / "__pycache__").rename(tmp_path / "moved")
+    (tmp_path / "__pycache__").write_text("cannot be a folder")
+    assert code_folder(tmp_path) is None
