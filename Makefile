@@ -22,7 +22,7 @@ help:
 	@echo "make test-real     the gateway before two real vLLMs with LMCache and Redis (8 GiB of memory, some minutes)"
 	@echo "make lint          style and types alone; make format puts the style right"
 	@echo "make bench         all benchmarks: make bench-http (gateway), bench-engine (engine), bench-routing, bench-split"
-	@echo "make loadtest      many users against a running gateway"
+	@echo "make loadtest      many users against a running gateway, until Ctrl-C (ARGS='--users 50 --run-time 60s')"
 	@echo "make soak          many users for minutes, every answer checked, all on this machine"
 	@echo "make clean         remove the environment and everything that was built"
 	@echo

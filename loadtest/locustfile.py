@@ -3,9 +3,9 @@
     locust -f loadtest/locustfile.py --host http://127.0.0.1:8080          # with locust's own page
     make loadtest ARGS='--users 50 --spawn-rate 10 --run-time 60s'         # headless, with a report at the end
 
-Environment: LOAD_MODEL (m1), LOAD_KEYS (API keys of several tenants, separated by commas; absent: none), LOAD_DIGEST=1
-where the upstream answers with the digest of the conversation (``python -m loadtest.stub_upstream --digest``): then
-every answer is checked, and a wrong one is a failure.
+Environment: LOAD_MODEL (absent: the first model that is served), LOAD_KEYS (API keys of several tenants, separated by
+commas; absent: none), LOAD_DIGEST=1 where the upstream answers with the digest of the conversation (``python -m
+loadtest.stub_upstream --digest``): then every answer is checked, and a wrong one is a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
 
+import gevent
 from locust import FastHttpUser, between, constant, events, task
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # locust runs this file by its path
@@ -25,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # locust runs t
 from loadtest.digest import digest_of
 from loadtest.workloads import AgentLoop, Chat, Questions, document
 
-MODEL = os.environ.get("LOAD_MODEL", "m1")
 KEYS = [key for key in os.environ.get("LOAD_KEYS", "").split(",") if key]
 CHECKED = os.environ.get("LOAD_DIGEST") == "1"
 QUESTIONS = Questions()
@@ -37,6 +38,7 @@ class Caller(FastHttpUser):
 
     abstract = True
     wait_time = between(0.0, 0.05)
+    model = os.environ.get("LOAD_MODEL", "")
 
     def on_start(self) -> None:
         self.rng = random.Random()
@@ -69,7 +71,7 @@ class FaqUser(Caller):
 
     @task
     def question(self) -> None:
-        self.ask(QUESTIONS.body(self.rng, MODEL), "faq")
+        self.ask(QUESTIONS.body(self.rng, self.model), "faq")
 
 
 class BurstUser(Caller):
@@ -81,7 +83,7 @@ class BurstUser(Caller):
     @task
     def burst(self) -> None:
         for _ in range(20):
-            self.ask(QUESTIONS.body(self.rng, MODEL), "burst")
+            self.ask(QUESTIONS.body(self.rng, self.model), "burst")
 
 
 class ChatUser(Caller):
@@ -93,7 +95,7 @@ class ChatUser(Caller):
     def conversation(self) -> None:
         chat = Chat(self.rng)
         while not chat.over:
-            chat.answered(self.ask(chat.body(MODEL), "chat"))
+            chat.answered(self.ask(chat.body(self.model), "chat"))
 
 
 class AgentUser(Caller):
@@ -105,7 +107,7 @@ class AgentUser(Caller):
     def loop(self) -> None:
         agent = AgentLoop(self.rng)
         while not agent.over:
-            self.ask(agent.body(MODEL), "agent")
+            self.ask(agent.body(self.model), "agent")
 
 
 class DocumentUser(Caller):
@@ -115,7 +117,23 @@ class DocumentUser(Caller):
 
     @task
     def read(self) -> None:
-        self.ask(document(self.rng, MODEL), "document")
+        self.ask(document(self.rng, self.model), "document")
+
+
+@events.test_start.add_listener
+def choose_model(environment: Any, **_: Any) -> None:
+    """Without LOAD_MODEL, all ask for the first model that is served."""
+    if Caller.model:
+        return
+    headers = {"Authorization": f"Bearer {KEYS[0]}"} if KEYS else {}
+    models = Request(f"{environment.host}/v1/models", headers=headers)
+    try:
+        with build_opener(ProxyHandler({})).open(models, timeout=30) as response:
+            Caller.model = json.load(response)["data"][0]["id"]
+    except (OSError, ValueError, LookupError) as error:
+        print(f"{environment.host} names no model ({error}); start a gateway there, or set LOAD_MODEL", file=sys.stderr)
+        environment.process_exit_code = 2
+        gevent.spawn(environment.runner.quit)  # once it has begun; it would go on to begin, else
 
 
 @events.quitting.add_listener
