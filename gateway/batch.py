@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from cache.response.canonical import Identity, Scope, identify, respell
 from cache.response.entry import Entry
 from gateway.coalescing import cache_status
 from gateway.dialects.embeddings import Item, assemble, is_kept, items_of, kept_items, read_only, shares
+from gateway.encoding import EncodingError
 from gateway.exchange import Exchange
 from gateway.hit import hit_headers
 from gateway.http import JSON, Request, Response
 from gateway.ladder import seen
-from gateway.ledger import Row
+from gateway.ledger import Outcome, Row
 from gateway.plan import Plan, varying
 from gateway.reading import Head, Landed, new_flight
 from gateway.runtime import Runtime
+from gateway.tenants import Denied
 from gateway.upstreams.client import UpstreamError
 from gateway.upstreams.pool import Member
 from policies.cacheability import Verdict
@@ -42,7 +45,9 @@ Route = Callable[[], Awaitable[list[Member]]]
 
 @dataclass(slots=True)
 class _Work:
-    """One request on its way."""
+    """One request on its way. ``old``: which items are too old to serve, and why (RFC 9211's ``fwd``); ``due``: which
+    serve, but are to be renewed; ``fwd``: why the cache does not answer all; ``cause``: the outcome of upstream calls.
+    """
 
     plan: Plan
     request: Request
@@ -53,13 +58,12 @@ class _Work:
     have: dict[Identity, Entry] = field(default_factory=dict)
     stale: dict[Identity, Entry] = field(default_factory=dict)
     recalled: int = 0
+    old: dict[Identity, str] = field(default_factory=dict)
+    due: list[Identity] = field(default_factory=list)
+    fwd: str = "request"
+    cause: Outcome = "miss"
     joined: bool = False
     stored: bool = False
-
-    @property
-    def fwd(self) -> str:
-        """Why the cache does not answer all of it (RFC 9211)."""
-        return "uri-miss" if self.plan.may_recall else "request"
 
     @property
     def new(self) -> list[Identity]:
@@ -82,8 +86,13 @@ class Batches:
         order = [_identity(plan, request, item) for item in items]
         work = _Work(plan, request, row, route, dict(zip(order, items, strict=True)), order)
         row.model = plan.model.target
-        if plan.may_recall and self._runtime.trust.believes(plan):
-            await self._recall(work)
+        if plan.may_recall:
+            if self._runtime.trust.believes(plan):
+                await self._recall(work)
+            reasons = {work.old.get(identity, "uri-miss") for identity in work.new}
+            work.fwd = next((why for why in ("uri-miss", "stale") if why in reasons), "request")
+        if work.due and plan.may_keep:
+            self._runtime.background(self._renew(work))
         if work.new and plan.directives.only_if_cached:
             return None
         if work.new and plan.may_recall and plan.may_keep:
@@ -121,10 +130,21 @@ class Batches:
                     continue
                 entry, directives = found.entry, work.plan.directives
                 age, expires_in = self._times(entry)
-                if freshness(age, expires_in, 0.0, directives) != "expired":
+                state = freshness(age, expires_in, work.plan.lifetime.while_revalidate, directives)
+                if state != "expired":
                     work.have[identity] = entry
-                elif serves_after_error(age, expires_in, work.plan.lifetime.if_error, directives):
+                    work.due += [identity] if state == "revalidate" else []
+                    continue
+                work.old[identity] = "request" if expires_in > 0 else "stale"
+                if serves_after_error(age, expires_in, work.plan.lifetime.if_error, directives):
                     work.stale[identity] = entry
+
+    async def _renew(self, work: _Work) -> None:
+        """Has stale items computed anew behind the caller's back, each once however many ask."""
+        due = [identity for identity in work.due if identity not in self._asked]
+        have = {identity: entry for identity, entry in work.have.items() if identity not in due}
+        with suppress(Denied, UpstreamError, EncodingError):
+            await self._ask(replace(work, row=replace(work.row), have=have, stale={}, cause="stale"), due)
 
     def _times(self, entry: Entry) -> tuple[float, float]:
         """Its age, and in how many seconds it expires."""
@@ -165,7 +185,7 @@ class Batches:
         born = runtime.clock.time()
         plans = {i: replace(work.plan, identity=i) for i in new}
         stamps = {i: runtime.generations.stamp(plan.scopes) for i, plan in plans.items()}
-        row.outcome = "miss"
+        row.outcome = work.cause
         for identity in new if work.plan.may_keep else ():
             runtime.keeper.sight(identity.key)
         try:
@@ -212,7 +232,7 @@ class Batches:
             elif work.plan.may_keep:
                 runtime.keeper.keep(identity.key, entry, now)
         if everything:
-            stored = b"; stored" if work.plan.may_keep else b""
+            stored = b"; stored" if work.stored else b""
             status = b"warmgate; fwd=" + work.fwd.encode() + stored
             return Response(head.status, [*headers, (b"cache-status", status)], body)
         return None

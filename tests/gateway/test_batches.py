@@ -19,7 +19,7 @@ from gateway.ledger.query import Scope, rows
 from loadtest.stub_upstream import Call, Reply, StubUpstream, answer, error, json_body, known_vector
 from tests.harness import FakeClock, Running, running_gateway, upstream
 from tests.services import RedisServer, redis_server
-from tests.waiting import until
+from tests.waiting import SOON, until
 
 
 class Bench:
@@ -275,6 +275,56 @@ async def test_a_purge_takes_items_with_it(b: Bench) -> None:
     await b.gateway.client.post("/admin/purge", json={"tag": "books"})
     await b.embed(["a"], "a")
     assert b.u.n == 2
+
+
+async def test_stale_items_serve_at_once_and_are_renewed_once_behind_the_callers(gate: asyncio.Event) -> None:
+    async with bench(cache={"ttl": "60s", "stale_while_revalidate": "1h"}) as b:
+        await b.post(["a", "b"])
+        b.clock.advance(100)
+        b.u.always(answer().held(gate))
+        for given in (["a"], ["b", "a"], ["a", "b"]):
+            stale = await b.embed(given, *given)
+            assert stale.headers["cache-status"] == "warmgate; hit; ttl=-40; detail=stale"
+        await b.u.wait_calls(3)
+        assert sorted(b.asked[1:]) == [["a"], ["b"]], "each once"
+        gate.set()
+
+        async def renewed() -> bool:
+            return "exact" in (await b.embed(["a", "b"], "a", "b")).headers["cache-status"]
+
+        async with asyncio.timeout(SOON):
+            while not await renewed():
+                await asyncio.sleep(0.01)
+        assert b.u.n == 3
+
+
+async def test_a_stale_item_serves_beside_a_new_one_and_a_failed_renewal_harms_nobody() -> None:
+    async with bench(cache={"ttl": "60s", "stale_while_revalidate": "1h"}) as b:
+        await b.post(["a"])
+        b.clock.advance(100)
+        b.u.always(lambda call: error(500) if call.json["input"] == ["a"] else answer())
+        partly = await b.embed(["a", "b"], "a", "b")
+        assert partly.headers["cache-status"] == 'warmgate; fwd=partial; stored; detail="1/2 items"'
+        await b.u.wait_calls(3)
+        await b.embed(["a"], "a")
+
+
+async def test_why_the_cache_does_not_answer_is_said(b: Bench) -> None:
+    await b.post(["a"], x_warmgate_ttl=10)
+    b.clock.advance(5)
+    assert (await b.post(["a"], cache_control="max-age=1")).headers["cache-status"] == "warmgate; fwd=request; stored"
+    b.clock.advance(5000)
+    assert (await b.post(["a"])).headers["cache-status"] == "warmgate; fwd=stale; stored"
+    b.clock.advance(5)
+    mixed = await b.post(["a", "b"], cache_control="max-age=1")
+    assert mixed.headers["cache-status"] == "warmgate; fwd=uri-miss; stored"
+
+
+@pytest.mark.parametrize("cache", [{"min_uses": 2}, {"max_entry": "1KiB"}])
+async def test_what_is_not_kept_is_not_said_to_be(cache: dict[str, Any]) -> None:
+    async with bench(cache=cache) as b:
+        first = await b.post(["a"], dimensions=1000)
+        assert first.headers["cache-status"] == "warmgate; fwd=uri-miss"
 
 
 async def test_what_a_soft_purge_made_stale_is_said_to_be_stale(b: Bench) -> None:
