@@ -156,7 +156,7 @@ class Pipeline:
             self.note_bypass(exchange, plan)
         elif fwd == DISARMED:
             exchange.cause = "disarmed"
-        elif plan.may_recall and plan.may_keep:
+        elif fwd != "request" and plan.may_recall and plan.may_keep:
             exchange.cause = runtime.misses.cause(seen(plan), runtime.clock.time())
         return await self._coalescing.answer(exchange, plan, fwd, lambda: self._spare(exchange, plan, stale))
 

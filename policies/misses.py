@@ -21,7 +21,7 @@ MEANS: dict[str, str] = {
     "fields": "The same was asked with other fields: where they change no answer, send them alike.",
     "disarmed": "It was answered, and the answer is not believed: too many there disagree (GET /admin/agreement).",
     "held out": "It was answered, and sent upstream all the same, to measure what hits save (cache.holdout).",
-    "declined": "The caller or a rule would have none of the cache (no-cache, no-store, only-if-cached, a TTL of 0).",
+    "declined": "The caller or a rule would have none of it (no-cache, no-store, max-age, only-if-cached, a TTL of 0).",
 }
 SAMPLED = 16
 """One in so many requests that take no part in the cache is followed, picked by its hash, so that all its repeats are

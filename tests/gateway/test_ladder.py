@@ -102,3 +102,14 @@ async def test_a_held_out_hit_whose_new_answer_breaks_is_no_miss(start: Start, u
         await bench.send(B | {"stream": True})
         assert await bench.outcomes() == {"miss": 1, "error": 1}
         assert lost(await ladder(bench)) == {}
+
+
+async def test_what_a_caller_finds_too_old_is_not_lost(start: Start, clock: FakeClock) -> None:
+    async with start() as bench:
+        for body, path in ((B, "/v1/chat/completions"), ({"model": "m1", "input": ["x"]}, "/v1/embeddings")):
+            await bench.miss(body, path)
+            clock.advance(5)
+            await bench.miss(body, path, cache_control="max-age=4")
+        told = await ladder(bench)
+        assert bench.gateway.app.runtime.misses.causes == {"first": 2, "declined": 2}
+        assert (told["asked"], told["first"], lost(told)) == (2, 2, {})
