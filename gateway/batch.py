@@ -64,7 +64,6 @@ class _Work:
     cause: Outcome = "miss"
     joined: bool = False
     stored: bool = False
-    declined: bool = False  # something kept is fresh, and yet too old for this caller
 
     @property
     def new(self) -> list[Identity]:
@@ -96,7 +95,7 @@ class Batches:
             self._runtime.background(self._renew(work))
         if work.new and plan.directives.only_if_cached:
             return None
-        if work.new and not work.declined and plan.may_recall and plan.may_keep:
+        if work.new and work.old.get(work.new[0]) != "request" and plan.may_recall and plan.may_keep:
             exchange.cause = self._cause(work, work.new[0])
         work.recalled = len(work.have)
         while new := work.new:
@@ -139,7 +138,6 @@ class Batches:
                 work.old[identity] = "request" if expires_in > 0 else "stale"
                 if serves_after_error(age, expires_in, work.plan.lifetime.if_error, directives):
                     work.stale[identity] = entry
-                work.declined |= identity not in work.have and expires_in > 0
 
     async def _renew(self, work: _Work) -> None:
         """Has stale items computed anew behind the caller's back, each once however many ask."""
