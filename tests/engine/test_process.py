@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from engine.__main__ import with_patient_threads
 from engine.core import EngineCore
 from engine.errors import ModelError
 from tests.engine import tiny
@@ -129,3 +131,20 @@ def test_an_impossible_device_or_dtype_is_one_sentence(changes: dict[str, str], 
 def test_a_pool_too_small_for_anything_is_one_sentence() -> None:
     with pytest.raises(ModelError, match="too small"):
         tiny.core(blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_sleep_soon_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], spins: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    with_patient_threads()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_torch_is_loaded_only_after_its_environment_is_set() -> None:
+    check = "import engine.__main__, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
