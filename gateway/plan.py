@@ -99,6 +99,11 @@ class Plan:
         return self.verdict.cacheable and not self.directives.no_store and self.lifetime.ttl > 0
 
     @property
+    def renews(self) -> bool:
+        """Whether its answer may take the place of one that is fresh, but not for this caller."""
+        return self.directives.no_cache or self.directives.max_age is not None
+
+    @property
     def may_join(self) -> bool:
         """Whether it may share an upstream call with equal requests: never when sampled, never past ``no-cache``."""
         return self.may_recall and self.may_keep and not self.sampled

@@ -248,7 +248,7 @@ class Relay:
                     message=answer.message,
                     usage=answer.usage,
                 )
-                self._keeper.keep(plan.identity.key, entry, now)
+                self._keeper.keep(plan.identity.key, entry, now, renews=plan.renews)
                 return Landed(landed.head, answer, True, "", landed.failure)
             reason = "too large to keep"
         return self._not_kept(plan, reason, landed)

@@ -10,6 +10,7 @@ from asyncio import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cache.response import recall
 from cache.response.entry import BadEntry, Entry
 from gateway.dialects import DIALECTS
 from gateway.hit import ready
@@ -38,8 +39,13 @@ class Lookup(NamedTuple):
     """A lookup in the shared store under way: for which repeat, and since when (monotonic seconds)."""
 
     slot: Remembered
-    call: Future[bytes | None]
+    below: recall.Lookup
     began: float
+
+    @property
+    def call(self) -> Future[bytes | None]:
+        """Done when the store has answered, or failed to."""
+        return self.below.call
 
 
 class Shortcut:
@@ -81,15 +87,15 @@ class Shortcut:
             return None
         runtime, identity = self._runtime, slot.plan.identity
         entry = runtime.recall.in_memory(identity)
-        if entry is not None:  # if it is not fresh, or not for this caller, no lookup helps
+        if entry is not None and runtime.recall.confirmed(identity):  # if it is not fresh, no lookup helps
             return self._serve(caught, slot, entry, runtime.clock.monotonic())
-        call = runtime.recall.begin(identity)
-        return Lookup(slot, call, runtime.clock.monotonic()) if call is not None else None
+        below = runtime.recall.begin(identity)
+        return Lookup(slot, below, runtime.clock.monotonic()) if below is not None else None
 
     def conclude(self, caught: Caught, lookup: Lookup) -> bytes | None:
         """Headers and body of what a lookup has found that is done; None leaves the request to the full path."""
         runtime, slot = self._runtime, lookup.slot
-        read = runtime.recall.end(slot.plan.identity, lookup.call, runtime.clock.time(), slot.read)
+        read = runtime.recall.end(slot.plan.identity, lookup.below, runtime.clock.time(), slot.read)
         if runtime.memory is None:
             slot.read = read
         return self._serve(caught, slot, read.entry, lookup.began) if read is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cache.response.entry import Entry, encode
+from cache.response.tags import RENEWED
 from cache.stores.breaker import GuardedStore
 from cache.stores.memory import MemoryStore
 from policies.admission import Sightings
@@ -25,6 +26,8 @@ class Keeper:
         self._memory = memory
         self._shared = shared
         self._writes: dict[asyncio.Task[bool], bytes] = {}
+        self._untold = False  # a renewal of which other processes have not been told
+        self._telling: asyncio.Task[None] | None = None
         self.skipped = 0
         self.min_uses = 1
         self._sightings = Sightings()
@@ -39,8 +42,10 @@ class Keeper:
         """Whether it has been asked often enough."""
         return self.min_uses <= 1 or self._sightings.count(key) >= self.min_uses
 
-    def keep(self, key: bytes, entry: Entry, now: float) -> None:
-        """Stores an entry until its ``kept_until``, unless a newer answer is there (a slow call was overtaken)."""
+    def keep(self, key: bytes, entry: Entry, now: float, *, renews: bool = False) -> None:
+        """Stores an entry until its ``kept_until``, unless a newer answer is there (a slow call was overtaken).
+        ``renews``: it may take the place of one that is fresh, which other processes are to hear of.
+        """
         ttl = entry.kept_until - now
         if ttl <= 0:
             return
@@ -55,6 +60,8 @@ class Keeper:
         write = asyncio.get_running_loop().create_task(self._shared.set(key, encode(entry), ttl))
         self._writes[write] = key
         write.add_done_callback(self._writes.pop)
+        if renews:
+            write.add_done_callback(self._announce)
 
     async def written(self, key: bytes) -> None:
         """Waits until what was kept under ``key`` is in the shared store, or has failed to get there."""
@@ -63,9 +70,24 @@ class Keeper:
             await asyncio.wait(writes)
 
     async def drain(self) -> None:
-        """Waits for the writes under way."""
+        """Waits for the writes under way, and until others know what was renewed."""
         while self._writes:
             await asyncio.gather(*self._writes, return_exceptions=True)
+        if self._telling is not None:
+            await self._telling
+
+    def _announce(self, _: asyncio.Task[bool]) -> None:
+        """A renewal is in the shared store. What is renewed while others are being told is told in one more go."""
+        self._untold = True
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
+
+    async def _tell(self) -> None:
+        assert self._shared is not None
+        while self._untold:
+            self._untold = False
+            await self._shared.bump(RENEWED)
+        self._telling = None
 
 
 def hold(memory: MemoryStore[Entry], key: bytes, entry: Entry) -> Entry:

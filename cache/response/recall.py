@@ -16,12 +16,22 @@ from cache.response.tags import Generations
 from cache.stores.breaker import GuardedStore
 from cache.stores.memory import MemoryStore
 
+MOST_CONFIRMED = 100_000
+"""Keys; beyond it all are asked for once more."""
+
 
 class Found(NamedTuple):
     """An entry and the tier it came from."""
 
     entry: Entry
     tier: str
+
+
+class Lookup(NamedTuple):
+    """A lookup in the shared store under way, and the last renewal heard of when it began."""
+
+    call: Future[bytes | None]
+    renewed: int
 
 
 class Read(NamedTuple):
@@ -41,6 +51,8 @@ class Recall:
         self._shared = shared
         self._generations = generations
         self.bad_entries: Counter[str] = Counter()
+        self._renewed = 0
+        self._confirmed: set[bytes] = set()  # keys in memory for which the shared store was asked since `_renewed`
 
     def in_memory(self, identity: Identity, *, again: bool = False) -> Entry | None:
         """The entry, if the memory tier holds it, up to its ``kept_until``. ``again``: it was just asked."""
@@ -62,13 +74,34 @@ class Recall:
         held moves up with the life it had left, never a longer one. ``tags``: scopes under which it is asked for.
         """
         entry = self.for_tags(self.in_memory(identity), tags)
-        if entry is None or self._generations.fresh_until(entry.generations, entry.born, entry.expires) <= now:
+        if entry is None or not self.confirmed(identity) or self._fresh_until(entry) <= now:
             below = await self.below(identity, now, tags)
             if below is not None:
                 return below
             again = self.in_memory(identity, again=True)  # perhaps kept while the shared store was asked
             entry = self.for_tags(again, tags)
         return Found(entry, "memory") if entry is not None else None
+
+    def confirmed(self, identity: Identity) -> bool:
+        """Whether what memory holds may be taken for the newest: no other process has renewed an answer since the
+        shared store was asked for this one.
+        """
+        self._forget_old_confirmations()
+        return self._shared is None or not self._renewed or identity.key in self._confirmed
+
+    def _fresh_until(self, entry: Entry) -> float:
+        return self._generations.fresh_until(entry.generations, entry.born, entry.expires)
+
+    def _forget_old_confirmations(self) -> None:
+        if self._renewed != self._generations.renewed or len(self._confirmed) >= MOST_CONFIRMED:
+            self._renewed = self._generations.renewed
+            self._confirmed.clear()
+
+    def _confirm(self, key: bytes, renewed: int) -> None:
+        """Takes note of a lookup that began when `renewed` was the last renewal heard of."""
+        self._forget_old_confirmations()
+        if renewed and renewed == self._renewed and self._memory is not None:
+            self._confirmed.add(key)
 
     def for_tags(self, entry: Entry | None, tags: tuple[str, ...]) -> Entry | None:
         """The entry as one who asks under these tags may see it: what is older than a purge of a tag is not for them,
@@ -83,23 +116,30 @@ class Recall:
 
     async def below(self, identity: Identity, now: float, tags: tuple[str, ...] = ()) -> Found | None:
         """What the shared store has, unless memory has something newer: then that."""
-        data = await self._shared.get(identity.key) if self._shared is not None else None
+        if self._shared is None:
+            return None
+        renewed = self._generations.renewed
+        data, answered = await self._shared.ask(identity.key)
+        if answered:
+            self._confirm(identity.key, renewed)
         entry = self.for_tags(self.believe(identity, data, now), tags) if data is not None else None
-        return Found(entry, self._shared.name) if entry is not None and self._shared is not None else None
+        return Found(entry, self._shared.name) if entry is not None else None
 
-    def begin(self, identity: Identity) -> Future[bytes | None] | None:
+    def begin(self, identity: Identity) -> Lookup | None:
         """Starts a lookup in the shared store without a task; None: there is no store, or it is not to be asked now."""
-        return self._shared.begin_get(identity.key) if self._shared is not None else None
+        call = self._shared.begin_get(identity.key) if self._shared is not None else None
+        return Lookup(call, self._generations.renewed) if call is not None else None
 
-    def end(
-        self, identity: Identity, lookup: Future[bytes | None], now: float, last: Read | None = None
-    ) -> Read | None:
+    def end(self, identity: Identity, lookup: Lookup, now: float, last: Read | None = None) -> Read | None:
         """What a lookup that is done has found. ``last``: what the same lookup found before; equal bytes are not read
         anew.
         """
-        data = self._shared.end_get(lookup) if self._shared is not None else None
-        entry = self.believe(identity, data, now, last) if data is not None else None
-        return Read(data, entry) if data is not None and entry is not None else None
+        data = self._shared.end_get(lookup.call) if self._shared is not None else None
+        if data is None:
+            return None
+        self._confirm(identity.key, lookup.renewed)
+        entry = self.believe(identity, data, now, last)
+        return Read(data, entry) if entry is not None else None
 
     def believe(self, identity: Identity, data: bytes, now: float, last: Read | None = None) -> Entry | None:
         """Reads what a shared store held; what is believed moves up with the life it had left."""

@@ -20,6 +20,10 @@ from collections.abc import Iterable, Mapping
 EVERYTHING = "all"
 PULSE = "pulse"
 """A scope that nothing belongs to: raised now and then, to see that purges are heard of."""
+RENEWED = "renewed"
+"""A scope that nothing belongs to: raised when somebody would not have an answer and a new one took its place, so that
+other processes ask the shared store again for what they hold in memory.
+"""
 _BEFORE = "before@"
 _SOFT = "~"
 _ARMED, _DISARMED = "armed:", "disarmed:"
@@ -97,6 +101,7 @@ class Generations:
         self._dead_before = 0  # unix milliseconds
         self._stale_before = _Marks()
         self._pulse = 0  # apart from the others, so that whoever has purged nothing pays for no comparison
+        self.renewed = 0
         self._armings: dict[str, int] = {}
         self.disarmed: set[str] = set()  # places
 
@@ -105,6 +110,8 @@ class Generations:
         is_soft, name = scope.startswith(_SOFT), scope.removeprefix(_SOFT)
         if name == PULSE:
             self._pulse = max(generation, self._pulse)
+        elif name == RENEWED:
+            self.renewed = max(generation, self.renewed)
         elif name.startswith((_ARMED, _DISARMED)):
             self._armings[name] = max(generation, self._armings.get(name, 0))
             self._set(name.partition(":")[2])
@@ -124,6 +131,8 @@ class Generations:
         is_soft, name = scope.startswith(_SOFT), scope.removeprefix(_SOFT)
         if name == PULSE:
             return self._pulse >= generation
+        if name == RENEWED:
+            return self.renewed >= generation
         if name.startswith((_ARMED, _DISARMED)):
             return self._armings.get(name, 0) >= generation
         if name.startswith(_BEFORE):

@@ -112,7 +112,12 @@ class GuardedStore:
         await self.store.close()
 
     async def get(self, key: bytes) -> bytes | None:
-        return await self._finished("get", self.begin_get(key))
+        return (await self.ask(key))[0]
+
+    async def ask(self, key: bytes) -> tuple[bytes | None, bool]:
+        """The value, and whether the store has answered at all."""
+        call = self.begin_get(key)
+        return await self._finished("get", call), _succeeded(call)
 
     async def set(self, key: bytes, value: bytes, ttl: float) -> bool:
         """Whether the store took it."""
