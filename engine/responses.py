@@ -1,4 +1,4 @@
-"""The engine's HTTP answers: OpenAI's bodies and stream events for chat and text completions, and its error form."""
+"""The engine's HTTP answers: OpenAI's bodies and stream events for chat and text completions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import RequestError
 from engine.model.tokenizer import Tokenizer
 from engine.output import Delta
 from engine.sampling import TokenLogprob
 
 FINGERPRINT = "warmgate-engine"
-
-
-def error_body(error: RequestError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 class Answer(ABC):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
-import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -23,15 +23,21 @@ from engine import metrics
 from engine.api import MAX_PROMPTS, ChatRequest, CommonRequest, CompletionRequest, parse
 from engine.config import EngineConfig
 from engine.core import Generation
+from engine.ending import Ending
 from engine.errors import ModelError, RequestError
 from engine.guide import wants_json
 from engine.output import Delta
-from engine.responses import Answer, ChatAnswer, CompletionAnswer, error_body
+from engine.replies import as_event, as_json, error_body, refusal
+from engine.responses import Answer, ChatAnswer, CompletionAnswer
 from engine.worker import Worker
 
 log = logging.getLogger("engine")
 
 MAX_BODY = 32 << 20
+GRACE = 10.0
+"""Seconds that open requests have at the end."""
+_LAST_WORDS = 5
+"""Seconds in which clients must then take what ends theirs."""
 
 
 class EngineApp:
@@ -71,14 +77,14 @@ class EngineApp:
         return await self._answer(request, body, await self._prompts(body), CompletionAnswer)
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._card()]})
+        return as_json({"object": "list", "data": [self._card()]})
 
     async def model(self, name: str) -> Response:
         self._check_model(name)
-        return _json(self._card())
+        return as_json(self._card())
 
     async def health(self) -> Response:
-        return _json({"status": "ok"}) if self._worker.ready else _json({"status": "loading"}, 503)
+        return as_json({"status": "ok"}) if self._worker.ready else as_json({"status": "loading"}, 503)
 
     async def metrics(self) -> Response:
         self._check_ready()
@@ -88,7 +94,7 @@ class EngineApp:
     async def reset_prefix_cache(self) -> Response:
         self._check_ready()
         await self._worker.ask(self._worker.core.reset_prefix_cache)
-        return _json({"status": "ok"})
+        return as_json({"status": "ok"})
 
     def _card(self) -> dict[str, Any]:
         card = {"id": self._worker.config.name, "object": "model", "created": 0, "owned_by": "warmgate"}
@@ -170,7 +176,7 @@ class EngineApp:
         async with _closing_on_disconnect(request, pieces):
             async for index, delta in pieces:
                 answer.take(index, delta)
-        return _json(answer.whole())
+        return as_json(answer.whole())
 
     async def _run(self, jobs: list[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
         """The deltas of all jobs as they come, (choice, delta); cancels what is left when it is closed."""
@@ -217,14 +223,14 @@ class EngineApp:
                     if index not in opened:
                         opened.add(index)
                         if (opening := answer.opening(index)) is not None:
-                            yield _event(opening)
+                            yield as_event(opening)
                     if delta.text or delta.logprobs or delta.finish_reason:
-                        yield _event(answer.event(index, delta))
+                        yield as_event(answer.event(index, delta))
             except RequestError as error:
-                yield _event(error_body(error))
+                yield as_event(error_body(error))
                 return
         if body.wants_usage:
-            yield _event(answer.usage_event())
+            yield as_event(answer.usage_event())
         yield b"data: [DONE]\n\n"
 
 
@@ -253,30 +259,19 @@ async def _closing_on_disconnect(
         watcher.cancel()
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    response = _json(error_body(error), error.status)
-    if error.status == 503:
-        response.headers["retry-after"] = "2"
-    return response
+    return refusal(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     sentence = f"the engine has no {request.method} {request.url.path}"  # nothing else here raises these
-    return _json(error_body(RequestError(sentence, status=error.status_code)), error.status_code)
+    return refusal(RequestError(sentence, status=error.status_code))
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:
-    return _json(error_body(RequestError("the engine failed on this request", status=500)), 500)
+    return refusal(RequestError("the engine failed on this request", status=500))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -307,9 +302,10 @@ def run(config: EngineConfig) -> None:
     """
     listener = bind(config.host, config.port)
     worker = Worker(config)
-    app = EngineApp(worker).asgi
+    app = Ending(EngineApp(worker).asgi)
+    patience = math.ceil(GRACE) + _LAST_WORDS
     server = _Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=10)
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=patience)
     )
 
     async def serve() -> None:
@@ -317,6 +313,7 @@ def run(config: EngineConfig) -> None:
 
         def end() -> None:
             server.should_exit = True
+            asyncio.get_running_loop().call_later(GRACE, app.now)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end)

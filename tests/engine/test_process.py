@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import orjson
 import pytest
 
 from engine.__main__ import with_patient_threads
@@ -148,3 +149,58 @@ def test_threads_that_wait_sleep_soon_unless_told_otherwise(
 def test_torch_is_loaded_only_after_its_environment_is_set() -> None:
     check = "import engine.__main__, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+HASTY = "import sys, engine.server; engine.server.GRACE = 0.2; from engine.__main__ import main; sys.exit(main())"
+"""The engine, but for the time that open requests have at the end."""
+
+
+@pytest.fixture
+def hasty() -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    port = free_port()
+    command = [sys.executable, "-c", HASTY, *ENGINE[3:], "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        yield port, process
+        process.kill()
+
+
+async def test_requests_that_outlast_the_grace_are_told_so(hasty: tuple[int, subprocess.Popen[str]]) -> None:
+    port, process = hasty
+    long = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
+    upload = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+
+        async def answers(path: str, word: str) -> bool:
+            assert process.poll() is None
+            try:
+                return word in (await client.get(path)).text
+            except httpx.TransportError:
+                return False
+
+        async def true(path: str, word: str) -> None:
+            async with asyncio.timeout(90):
+                while not await answers(path, word):
+                    await asyncio.sleep(0.05)
+
+        await true("/health", "ok")
+        plain = asyncio.create_task(client.post("/v1/completions", json=long))
+        stream = asyncio.create_task(client.post("/v1/completions", json={**long, "n": 2, "stream": True}))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(upload)
+        await true("/metrics", 'num_requests_running{model_name="smollm2-135m-instruct"} 3')
+        process.send_signal(signal.SIGTERM)
+        answer, events = await plain, (await stream).text.split("\n\n")
+        cut_short = await reader.read()
+        writer.close()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    error = answer.json()["error"]
+    assert error["type"] == "server_error" and error["code"] == "shutting_down"
+    assert cut_short.startswith(b"HTTP/1.1 503 ") and b"shutting_down" in cut_short
+    assert events[0].startswith('data: {"id"')
+    assert [event for event in events if "error" in event] == [events[-2]]
+    assert orjson.loads(events[-2].removeprefix("data: "))["error"] == error
+    assert "[DONE]" not in events
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in log and "CancelledError" not in log
