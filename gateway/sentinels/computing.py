@@ -108,8 +108,8 @@ class Computing:
         lights = [self._prefix(again, found=found)]
         salt = runtime.planner.salt(ONE)
         told = await telling.light(salt, found=found)
-        if told.state != "green" and found and telling.expected:  # events may get lost once, say while it restarts
-            telling = Telling(runtime, member, another := _prompt(model))
+        if told.state != "green" and found and telling.expected:
+            telling.also(another := _prompt(model))
             await self._ask(aside, ONE, another, spent)
             told = await telling.light(salt, found=found)
         lights.append(told)

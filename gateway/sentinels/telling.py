@@ -14,6 +14,8 @@ from gateway.upstreams.pool import Member
 
 WITHIN = 1.5
 """Seconds in which the events of a canary must have come."""
+AT_LAST = 6.0
+"""Seconds that are given to those of another one, before it is said that they do not come."""
 _NAME = "events"
 
 
@@ -24,7 +26,7 @@ class Telling:
 
     def __init__(self, runtime: Runtime, member: Member, body: dict[str, Any]) -> None:
         self._exact, self._index = runtime.router.exact, runtime.router.index
-        self._member, self._body = member, body
+        self._member, self._bodies = member, [body]
         self._before = self._counts()
         self.tokens = 0
         self.other_tokens = False
@@ -34,8 +36,12 @@ class Telling:
         """Whether events should come at all."""
         return self._before is not None
 
+    def also(self, body: dict[str, Any]) -> None:
+        """Before one more canary is sent: events may get lost once, or come late. From here on those of any will do."""
+        self._bodies.append(body)
+
     async def light(self, salt: str, *, found: bool) -> Light:
-        """After the canary was sent with ``salt``. ``found``: the upstream has found it again."""
+        """After the canaries were sent with ``salt``. ``found``: the upstream has found one again."""
         name, config = self._member.name, self._member.config
         if config.kv_events is None:
             return grey(_NAME, "it is not asked for events", "upstreams[].kv_events", name)
@@ -45,7 +51,8 @@ class Telling:
         if self._before is None:
             cause = "they cannot be read: the address cannot be had, or the package pyzmq is missing"
             return red(_NAME, cause, "upstreams[].kv_events", name)
-        if await comes_true(lambda: self._held(salt), WITHIN):
+        within = WITHIN if len(self._bodies) == 1 else AT_LAST
+        if await comes_true(lambda: self._held(salt), within):
             return green(_NAME, name)
         if not found:
             return grey(_NAME, "it keeps no prefix, so that there is nothing to tell", upstream=name)
@@ -70,20 +77,24 @@ class Telling:
         )
         if bad:
             return red(_NAME, f"what comes cannot be understood: {bad}", "upstreams[].kv_events.replay", name)
+        if not self.tokens:
+            return grey(_NAME, "its prompt could not be read in time here", upstream=name)
         self.other_tokens = True
         return grey(_NAME, "its blocks hold other tokens; see the light of its template", upstream=name)
 
     async def _held(self, salt: str) -> bool:
-        """Whether the index has at least half of the canary's blocks: engines may publish in larger units, and the
+        """Whether the index has at least half of a canary's blocks: engines may publish in larger units, and the
         first blocks may be those of the template.
         """
-        name = self._member.name
-        tokens, told = await self._exact.read(PATH, self._body, salt, [self._member])
-        self.tokens = tokens or self.tokens
-        if not told or name not in self._index.names():
-            return False
-        chain, slot = told[0].chain, self._index.slot(name)
-        return self._index.match(chain, [slot]).get(slot, (0,))[-1] * 2 >= max(2, len(chain))
+        for body in self._bodies:
+            tokens, told = await self._exact.read(PATH, body, salt, [self._member])
+            self.tokens = tokens or self.tokens
+            if not told or self._member.name not in self._index.names():
+                continue
+            chain, slot = told[0].chain, self._index.slot(self._member.name)
+            if self._index.match(chain, [slot]).get(slot, (0,))[-1] * 2 >= max(2, len(chain)):
+                return True
+        return False
 
     def _counts(self) -> dict[str, int] | None:
         return self._exact.counts().get(self._member.name)

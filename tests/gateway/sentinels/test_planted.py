@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +19,8 @@ from cache.stores.environment import Environment
 from engine.model.chat import ChatTemplate
 from gateway import plan
 from gateway.plan import Planner
+from gateway.sentinels.patience import comes_true
+from gateway.sentinels.telling import WITHIN
 from loadtest.stub_upstream import StubUpstream
 from tests.engine import tiny
 from tests.gateway.sentinels.conftest import Engine, Watched, running_engine, watched
@@ -102,6 +106,48 @@ async def test_events_that_are_cut_off(engine: Engine) -> None:
         publisher = events._publisher  # pyright: ignore[reportPrivateUsage]
         await engine.worker.ask(lambda: publisher.disconnect(engine.events))
         assert await gateway.reds() == {"events": "upstreams[].kv_events"}
+
+
+class Late:
+    """A publisher of whose messages the first is lost, and the others come later than the first canary is waited for.
+    In the end all are sent at once.
+    """
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher, self._timers, self._sent = publisher, list[threading.Timer](), 0
+
+    def send_multipart(self, parts: list[bytes], flags: int = 0) -> None:
+        self._sent += 1
+        if self._sent > 1:
+            self._timers.append(threading.Timer(2 * WITHIN, self._publisher.send_multipart, [parts, flags]))
+            self._timers[-1].start()
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
+        self._publisher.close()
+
+
+async def test_events_that_are_lost_once_and_late_then(engine: Engine) -> None:
+    async with watched(upstreams=[engine.upstream()]) as gateway:
+        assert await gateway.reds() == {}
+        events = engine.worker._events  # pyright: ignore[reportPrivateUsage]
+        assert events is not None
+        late = Late(events._publisher)  # pyright: ignore[reportPrivateUsage]
+        events._publisher = late  # type: ignore[assignment]
+        assert await gateway.reds() == {}
+
+
+def test_a_machine_that_stands_still_is_not_waiting() -> None:
+    looks = iter([False, False, False, True])
+
+    async def look() -> bool:
+        time.sleep(0.25)  # noqa: ASYNC251 - all that runs here stands still
+        return next(looks)
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        assert runner.run(comes_true(look, 0.5))
 
 
 @pytest.mark.parametrize("template", [tiny.TEMPLATE.replace("\n", "\t"), "Be brief. " + tiny.TEMPLATE])
