@@ -17,7 +17,7 @@ from gateway.config.units import parse_time
 from gateway.lint import findings_text, lint_file
 from gateway.remote import KEY_VARIABLE, Problem, ask, base_url
 from gateway.sentinels.doctor import prescription
-from gateway.source import Source, shortcomings
+from gateway.source import Source, missing_tokenizers, shortcomings
 from gateway.supervisor import StartError, Supervisor, engine_command, say
 from gateway.supervisor.greeting import overview
 
@@ -100,7 +100,7 @@ def check(config: ConfigOption = None) -> None:
     source = _source(config, {})
     found = load_config(source.path, os.environ, source.flags)
     typer.echo(overview(found))
-    if faults := shortcomings(found):
+    if faults := [*shortcomings(found), *missing_tokenizers(found)]:
         raise ConfigError(faults)
     typer.echo("The configuration is good.")
 

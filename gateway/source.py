@@ -60,6 +60,16 @@ def shortcomings(config: Config) -> list[str]:
     ]
 
 
+def missing_tokenizers(config: Config) -> list[str]:
+    """What a gateway can be run without, but nobody who names it means to."""
+    return [
+        f"upstreams[{index}].tokenizer: there is no file or folder {upstream.tokenizer}; without it the gateway runs, "
+        "but cannot tell what this upstream holds"
+        for index, upstream in enumerate(config.upstreams)
+        if upstream.tokenizer is not None and not upstream.tokenizer.exists()
+    ]
+
+
 def adopted(new: Config, running: Config) -> Config:
     """``new`` as a running gateway takes it over: the port stays bound, the embedded engine as it was started."""
     own = {ENGINE_UPSTREAM} if running.engine else set()

@@ -96,6 +96,19 @@ class TestCheck:
         assert "admin.key: the environment variable NOT_SET_AT_ALL is not set" in err
         assert "faq.path: two entries answer 'why'" in err
 
+    def test_a_tokenizer_that_is_not_there(self, warmgate: Run, tmp_path: Path):
+        upstreams = "upstreams: [{name: a, url: 'http://h', tokenizer: t}, {name: b, url: 'http://h', tokenizer: none}]"
+        (tmp_path / "warmgate.yaml").write_text(f"engine: off\n{upstreams}")
+        (tmp_path / "t").mkdir()
+        code, _, err = warmgate("check")
+        assert (code, err.splitlines()) == (
+            2,
+            [
+                f"warmgate: upstreams[1].tokenizer: there is no file or folder {tmp_path / 'none'}; without it the "
+                "gateway runs, but cannot tell what this upstream holds"
+            ],
+        )
+
 
 class TestServe:
     def test_a_port_in_use_is_one_sentence(self, warmgate: Run):
