@@ -230,7 +230,8 @@ class Batches:
             if not runtime.keeper.admits(identity.key) or len(kept) > runtime.config.cache.max_entry:
                 work.stored = False
             elif work.plan.may_keep:
-                runtime.keeper.keep(identity.key, entry, now, renews=work.plan.renews)
+                renews = work.plan.renews or work.old.get(identity) == "request"
+                runtime.keeper.keep(identity.key, entry, now, renews=renews)
         if everything:
             stored = b"; stored" if work.stored else b""
             status = b"warmgate; fwd=" + work.fwd.encode() + stored

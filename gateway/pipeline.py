@@ -136,7 +136,8 @@ class Pipeline:
                         exchange.comparison = _compared(plan, entry, held_out=False)
                         fwd, row.reason = DISARMED, "disarmed"
                 elif state == "expired":
-                    stale, fwd = entry, "request" if expires > now else "stale"
+                    stale, renews = entry, expires > now
+                    fwd, plan = "request" if renews else "stale", replace(plan, renews=renews)
                 else:
                     if state == "revalidate":
                         self._coalescing.refresh(exchange, plan)

@@ -71,6 +71,8 @@ class Plan:
     outgoing: bytes
     echo: bytes
     """What its answer repeats of its own bookkeeping (`Dialect.echo`)."""
+    renews: bool
+    """Whether its answer may take the place of one that is fresh, but not for this caller."""
 
     @property
     def streams(self) -> bool:
@@ -97,11 +99,6 @@ class Plan:
     def may_keep(self) -> bool:
         """Whether its answer may be stored."""
         return self.verdict.cacheable and not self.directives.no_store and self.lifetime.ttl > 0
-
-    @property
-    def renews(self) -> bool:
-        """Whether its answer may take the place of one that is fresh, but not for this caller."""
-        return self.directives.no_cache or self.directives.max_age is not None
 
     @property
     def may_join(self) -> bool:
@@ -205,6 +202,7 @@ class Planner:
             repeatable=not ask.side_effects,
             outgoing=outgoing,
             echo=echo,
+            renews=directives.no_cache,
         )
 
     def _identity(

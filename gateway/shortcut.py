@@ -87,10 +87,12 @@ class Shortcut:
             return None
         runtime, identity = self._runtime, slot.plan.identity
         entry = runtime.recall.in_memory(identity)
-        if entry is not None and runtime.recall.confirmed(identity):  # if it is not fresh, no lookup helps
-            return self._serve(caught, slot, entry, runtime.clock.monotonic())
-        below = runtime.recall.begin(identity)
-        return Lookup(slot, below, runtime.clock.monotonic()) if below is not None else None
+        if entry is None or not runtime.recall.confirmed(identity):
+            below = runtime.recall.begin(identity)
+            if below is not None:
+                return Lookup(slot, below, runtime.clock.monotonic())
+        # if what memory has is not fresh, or not for this caller, no lookup helps
+        return self._serve(caught, slot, entry, runtime.clock.monotonic()) if entry is not None else None
 
     def conclude(self, caught: Caught, lookup: Lookup) -> bytes | None:
         """Headers and body of what a lookup has found that is done; None leaves the request to the full path."""
@@ -98,7 +100,8 @@ class Shortcut:
         read = runtime.recall.end(slot.plan.identity, lookup.below, runtime.clock.time(), slot.read)
         if runtime.memory is None:
             slot.read = read
-        return self._serve(caught, slot, read.entry, lookup.began) if read is not None else None
+        entry = read.entry if read is not None else runtime.recall.in_memory(slot.plan.identity, again=True)
+        return self._serve(caught, slot, entry, lookup.began) if entry is not None else None
 
     def _serve(self, caught: Caught, slot: Remembered, entry: Entry, began: float) -> bytes | None:
         runtime, plan = self._runtime, slot.plan

@@ -13,6 +13,8 @@ from policies.misses import Misses
 
 MAX_WRITES_IN_FLIGHT = 1024
 """Writes to the shared store that may wait at once; beyond it an answer stays in memory only."""
+TELL_EVERY = 0.25
+"""Seconds from one announcement of renewals to the next: each has all processes ask for all that they hold."""
 
 
 class Keeper:
@@ -28,6 +30,7 @@ class Keeper:
         self._writes: dict[asyncio.Task[bool], bytes] = {}
         self._untold = False  # a renewal of which other processes have not been told
         self._telling: asyncio.Task[None] | None = None
+        self._tell_from = 0.0  # when others may be told again, by the loop's clock
         self.skipped = 0
         self.min_uses = 1
         self._sightings = Sightings()
@@ -77,16 +80,19 @@ class Keeper:
             await self._telling
 
     def _announce(self, _: asyncio.Task[bool]) -> None:
-        """A renewal is in the shared store. What is renewed while others are being told is told in one more go."""
+        """A renewal is in the shared store. What is renewed before others may be told again is told in one go."""
         self._untold = True
         if self._telling is None:
             self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def _tell(self) -> None:
         assert self._shared is not None
+        clock = asyncio.get_running_loop().time
         while self._untold:
+            await asyncio.sleep(self._tell_from - clock())
             self._untold = False
             await self._shared.bump(RENEWED)
+            self._tell_from = clock() + TELL_EVERY
         self._telling = None
 
 

@@ -134,12 +134,13 @@ class Recall:
         """What a lookup that is done has found. ``last``: what the same lookup found before; equal bytes are not read
         anew.
         """
-        data = self._shared.end_get(lookup.call) if self._shared is not None else None
-        if data is None:
+        if self._shared is None:
             return None
-        self._confirm(identity.key, lookup.renewed)
-        entry = self.believe(identity, data, now, last)
-        return Read(data, entry) if entry is not None else None
+        data, answered = self._shared.end_get(lookup.call)
+        if answered:
+            self._confirm(identity.key, lookup.renewed)
+        entry = self.believe(identity, data, now, last) if data is not None else None
+        return Read(data, entry) if data is not None and entry is not None else None
 
     def believe(self, identity: Identity, data: bytes, now: float, last: Read | None = None) -> Entry | None:
         """Reads what a shared store held; what is believed moves up with the life it had left."""

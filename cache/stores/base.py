@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
-Kind = Literal["unavailable", "timeout", "busy", "denied", "moved", "full", "readonly", "protocol", "data"]
+Kind = Literal["unavailable", "timeout", "busy", "denied", "moved", "full", "readonly", "protocol", "data", "behind"]
 
 MAX_KEY = 400  # bytes; LMDB allows 511, of which the disk store's index needs some
 GENERATIONS_KEPT = 90 * 86_400_000  # ms; longer than any entry may live, so that no purge is forgotten too early
@@ -18,6 +18,7 @@ class StoreError(Exception):
     - `denied`: the credentials are wrong; `moved`: the key lives elsewhere (a cluster node)
     - `full`, `readonly`: writes fail, reads may go on
     - `protocol`: the peer does not speak RESP; `data`: this one key or value is not ours (wrong type, damaged)
+    - `behind`: purges may have been missed, so what it holds is not to be believed
     """
 
     def __init__(self, kind: Kind, message: str) -> None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 MAKE_UP_EVERY = 0.5  # seconds between attempts at bumps that failed
 LOG_EVERY = 10.0  # seconds between two log lines of one error class
 # Answers of a store that is alive and quick: skipping it would gain nothing and lose the hits it still serves.
-HARMLESS = frozenset({"full", "readonly", "data", "ValueError"})
+HARMLESS = frozenset({"full", "readonly", "data", "behind", "ValueError"})
 
 
 class Breaker:
@@ -170,9 +170,9 @@ class GuardedStore:
         deadlines = self._deadlines if self.store.timeout > self.breaker.deadline else None
         return self._begin("get", lambda: self.store.get(key), deadlines)
 
-    def end_get(self, call: Future[bytes | None]) -> bytes | None:
-        """What a done lookup found, counted; None for any failure."""
-        return self._end("get", call)
+    def end_get(self, call: Future[bytes | None]) -> tuple[bytes | None, bool]:
+        """What a done lookup found, counted, and whether the store has answered at all."""
+        return self._end("get", call), _succeeded(call)
 
     def _begin(self, op: str, start: Callable[[], Awaitable[T]], deadlines: Deadlines | None) -> Future[T] | None:
         if not self.breaker.allow():
@@ -218,7 +218,8 @@ class GuardedStore:
             self.breaker.success()
         else:
             self.breaker.failure()
-        self._log(kind, op, error)
+        if kind != "behind":  # the store itself says since when
+            self._log(kind, op, error)
         return None
 
     def _log(self, kind: str, op: str, error: BaseException) -> None:

@@ -66,11 +66,8 @@ class RedisStore:
         await self.client.close()
 
     def get(self, key: bytes) -> Future[bytes | None]:
-        """A miss, too, while purges may have been missed: what Redis holds may be purged."""
         if self._behind:
-            missing: Future[bytes | None] = asyncio.get_running_loop().create_future()
-            missing.set_result(None)
-            return missing
+            raise StoreError("behind", "purges may have been missed")
         name = self._entry + check_key(key).hex().encode()
         command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
         return self.client.execute_packed(command, _bytes_or_none)

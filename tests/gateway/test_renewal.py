@@ -70,6 +70,46 @@ async def test_items_of_embeddings_are_renewed_alike(start: Start, redis_cache: 
         assert looked_up(other) == lookups + 1
 
 
+@pytest.mark.parametrize(("body", "path"), [(B, "/v1/chat/completions"), (ITEM, EMBEDDINGS)], ids=["chat", "batch"])
+async def test_an_answer_that_takes_the_place_of_none_is_not_told(
+    start: Start, clock: FakeClock, redis_cache: dict[str, Any], body: dict[str, Any], path: str
+) -> None:
+    async with start(cache={"redis": redis_cache}) as one:
+        runtime = one.gateway.app.runtime
+        assert runtime.shared is not None
+        await one.miss(body, path, cache_control="max-age=60")
+        await runtime.keeper.drain()
+        assert not runtime.shared.counters["bump"]
+        clock.advance(1)
+        await one.miss(body, path, cache_control="max-age=0")
+        await runtime.keeper.drain()
+        assert runtime.shared.counters["bump"] == {"ok": 1}
+
+
+async def test_a_store_that_was_away_is_asked_once_it_is_back(
+    start: Start, redis_cache: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start(cache={"redis": redis_cache}) as one, start(cache={"redis": redis_cache}) as other:
+        await one.miss(B)
+        await other.hit(B)
+        runtime = other.gateway.app.runtime
+        assert runtime.shared is not None
+        before = runtime.generations.renewed
+        await one.miss(B, cache_control="no-cache")
+        await until(lambda: runtime.generations.renewed > before, "the other has heard of it")
+
+        async def find(*_: object) -> None:
+            raise AssertionError("the short path leaves to the full one what memory can answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.recall, "find", find)
+            patch.setattr(runtime.shared.store, "_behind", True)
+            assert (await other.hit(B)).text == "ans-1"
+            patch.setattr(runtime.shared, "begin_get", lambda _: None)
+            assert (await other.hit(B)).text == "ans-1"
+        assert (await other.hit(B)).text == "ans-2"
+
+
 async def test_what_memory_holds_still_serves_when_the_store_is_gone(start: Start) -> None:
     with redis_server() as server:
         cache = {"redis": {"url": server.url, "timeout": "1s"}}

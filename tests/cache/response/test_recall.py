@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cache.response import keep
 from cache.response.canonical import Identity
 from cache.response.entry import Entry, encode
 from cache.response.keep import Keeper
@@ -13,6 +14,7 @@ from cache.response.tags import Generations
 from cache.stores.breaker import GuardedStore
 from cache.stores.disk import DiskStore
 from cache.stores.memory import MemoryStore
+from tests.waiting import until
 
 ONE = Identity(b"k" * 16, b"f" * 32)
 FORGED = Identity(b"k" * 16, b"g" * 32)
@@ -119,3 +121,17 @@ async def test_nothing_is_kept_without_a_life(tiers: tuple[Tiers, Hands]) -> Non
     made.keeper.keep(ONE.key, entry(made.generations, kept_until=1000.0), clock.now)
     await made.keeper.drain()
     assert await made.recall.find(ONE, clock.now) is None
+
+
+async def test_of_many_renewals_others_are_told_now_and_then(
+    tiers: tuple[Tiers, Hands], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep, "TELL_EVERY", 3600.0)
+    made, clock = tiers
+    bumps = made.shared.counters["bump"]
+    for number in range(10):
+        key = bytes([number]) * 16
+        made.keeper.keep(key, entry(made.generations), clock.now, renews=True)
+        await made.keeper.written(key)
+        await until(lambda: bumps["ok"] > 0, "others are told")
+    assert bumps == {"ok": 1}

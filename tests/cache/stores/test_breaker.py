@@ -214,7 +214,7 @@ async def test_a_lookup_by_callback_needs_no_task(clock: FakeClock) -> None:
         if call is None:
             found.append(b"skipped")
             continue
-        call.add_done_callback(lambda call: found.append(guard.end_get(call)))
+        call.add_done_callback(lambda call: found.append(guard.end_get(call)[0]))
         assert len(asyncio.all_tasks()) == before
         if isinstance(outcome, Exception):
             store.future.set_exception(outcome)

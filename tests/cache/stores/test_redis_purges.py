@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from cache.stores.base import StoreError
+from cache.stores.breaker import Breaker, GuardedStore
 from cache.stores.redis import RedisStore
 from tests.cache.stores.fake_redis import OK, Command, fake_redis
 from tests.cache.stores.redis_tools import KEY, guarded, until, watched
@@ -90,15 +91,16 @@ async def test_while_purges_cannot_be_heard_what_redis_holds_is_not_believed() -
     async with fake_redis(script) as fake:
         store = RedisStore(fake.url, timeout=5)
         store.client.connect_timeout = 0.3
-        assert await store.get(KEY) == b"v"
+        guard = GuardedStore(store, Breaker(deadline=5))
+        assert await guard.ask(KEY) == (b"v", True)
         async with watched(store), asyncio.timeout(10):
-            while await store.get(KEY) is not None:
+            while await guard.get(KEY) is not None:
                 await asyncio.sleep(0.01)
             for _ in range(50):
-                assert await store.get(KEY) is None
+                assert await guard.ask(KEY) == (None, False)
                 await asyncio.sleep(0.01)
             deaf = False
-            while await store.get(KEY) != b"v":
+            while await guard.get(KEY) != b"v":
                 await asyncio.sleep(0.01)
         await store.close()
 
@@ -109,7 +111,8 @@ async def test_unless_the_purges_could_be_read_what_redis_holds_is_not_believed(
     redis.client().set("wg:gen", "not ours")
     with pytest.raises(StoreError):
         await store.generations()
-    assert await store.get(KEY) is None
+    with pytest.raises(StoreError, match="purges may have been missed"):
+        await store.get(KEY)
     redis.client().delete("wg:gen")
     await store.generations()
     assert await store.get(KEY) == b"v"
