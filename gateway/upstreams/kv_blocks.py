@@ -23,6 +23,7 @@ from gateway.upstreams.prompt import chain, root_of
 MAX_PAYLOAD = 16 * 1024 * 1024
 MAX_EVENTS = 100_000
 MAX_BLOCK_SIZE = 65_536
+MAX_NAME = 256
 _MAX_TIME = 1e11
 
 Theirs = int | bytes
@@ -167,13 +168,17 @@ class Mirror:
         self.block_size = changes.block_size = size
         tier = _tier(event)
         held, ours = self._held[tier], []
-        for i, name in enumerate(names):
+        for i in range(len(names)):
             if i and extra[i]:
                 previous ^= root_of(str(extra[i]))
             (previous,) = chain(packed[i * size * 4 : (i + 1) * size * 4], previous, size * 4)
-            held[name] = previous
             ours.append(previous)
-        changes.steps.append((tier, ours, True))
+        new = dict(zip(names, ours, strict=True))
+        renamed = [held[name] for name in new.keys() & held.keys() if held[name] != new[name]]
+        if renamed:
+            changes.steps.append((tier, renamed, False))
+        held |= new
+        changes.steps.append((tier, list(new.values()), True))
         if len(held) > self._most:
             dropped = list(islice(held, len(held) - self._most + self._most // 64))
             changes.steps.append((tier, [held.pop(name) for name in dropped], False))
@@ -210,9 +215,13 @@ def block_chain(tokens: Sequence[int], size: int, root: int) -> list[int]:
 
 def _names(event: Mapping[str, Any]) -> list[Theirs]:
     names = event.get("block_hashes")
-    if not isinstance(names, list) or not names or not all(isinstance(name, int | bytes) for name in names):
+    if not isinstance(names, list) or not names or not all(map(_is_name, names)):
         raise BadEvent("bad block hashes")
     return names
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, int) or (isinstance(name, bytes) and len(name) <= MAX_NAME)
 
 
 def _tier(event: Mapping[str, Any]) -> int:

@@ -66,8 +66,9 @@ class _Feed:
     last: bytes = b""  # digest of the last payload
     heard: float = 0.0
     asked: float = 0.0  # when a replay was asked for; 0: none is under way
+    wanted: int = -1  # the live message for which it was asked for must come with it, or be done without
     checking: bool = False  # the replay begins with the last batch, to see that it is the same engine still
-    blind: bool = False  # replays are not answered: what comes is taken as it comes
+    blind: bool = False  # replays bring nothing: what comes is taken as it comes
     resync_at: float = 0.0  # not before then
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -180,8 +181,9 @@ class KvListener:
         if feed.asked:
             if feed.replay in ready:
                 self._drain(feed, feed.replay, self._replayed)
-            elif now - feed.asked > feed.source.patience:
+            if feed.asked and now - feed.asked > feed.source.patience:
                 feed.asked, feed.blind = 0.0, not feed.checking
+                self._drop_replay(feed)
                 self._lose(feed, "silences" if feed.checking else "replays failed")
         elif feed.live in ready:
             self._drain(feed, feed.live, self._heard)
@@ -219,7 +221,7 @@ class KvListener:
             return
         if feed.expected is None:
             if number > 0 and feed.replay is not None and not feed.blind:
-                self._ask(feed)
+                self._ask(feed, wanted=number)
                 return
         elif number < feed.expected:
             if batch.at <= feed.newest:
@@ -227,12 +229,12 @@ class KvListener:
                 return
             self._lose(feed, "restarts")
             if number > 0 and feed.replay is not None:
-                self._ask(feed)
+                self._ask(feed, wanted=number)
                 return
         elif number > feed.expected:
             feed.counts["gaps"] += 1
             if feed.replay is not None:
-                self._ask(feed)
+                self._ask(feed, wanted=number)
                 return
             self._lose(feed, "losses")
         self._take(feed, number, payload, batch)
@@ -241,11 +243,11 @@ class KvListener:
             self._lose(feed, "resyncs")
             self._ask(feed)
 
-    def _ask(self, feed: _Feed, *, checking: bool = False) -> None:
+    def _ask(self, feed: _Feed, *, wanted: int = -1, checking: bool = False) -> None:
         """Asks for a replay from what is expected next (``checking``: from the last batch that was taken)."""
         assert feed.replay is not None
         first = (feed.expected or 0) - checking
-        feed.asked, feed.checking = self._clock(), checking
+        feed.asked, feed.wanted, feed.checking = self._clock(), wanted, checking
         feed.counts["replays"] += not checking
         try:
             feed.replay.send_multipart([b"", _NUMBER.pack(first)], zmq.NOBLOCK)
@@ -254,8 +256,12 @@ class KvListener:
 
     def _replayed(self, feed: _Feed, number: int, payload: bytes) -> None:
         """A message of a replay."""
-        feed.asked, feed.blind = self._clock(), False
+        feed.blind = False
+        if number != _END and not 0 <= number < _MOST_AHEAD:
+            feed.counts["malformed messages"] += 1
+            return
         if feed.checking:
+            feed.asked = self._clock()
             same = number != _END and feed.expected is not None and number == feed.expected - 1
             feed.checking = False
             if same and _digest(payload) == feed.last:
@@ -269,6 +275,9 @@ class KvListener:
         if number == _END:
             feed.asked, feed.heard = 0.0, self._clock()
             feed.mirror.orphans = 0  # of a history that is no longer whole: there is nothing more to be had
+            if feed.wanted >= (feed.expected or 0):
+                feed.blind = True
+                self._lose(feed, "losses")
             return
         if feed.expected is not None and number < feed.expected:
             return
@@ -276,6 +285,7 @@ class KvListener:
         if feed.expected is not None and number > feed.expected:
             self._lose(feed, "losses")
         if batch is not None:
+            feed.asked = self._clock()  # only what is new prolongs it
             self._take(feed, number, payload, batch)
 
     def _drop_replay(self, feed: _Feed) -> None:

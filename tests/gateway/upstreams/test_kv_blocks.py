@@ -108,6 +108,14 @@ def test_an_unknown_parent_is_an_orphan():
     assert (mirror.orphans, mirror.bad) == (1, {"unknown parent": 1})
 
 
+def test_a_name_that_is_given_to_other_tokens_no_longer_stands_for_the_first():
+    mirror, held = Mirror(1000), set[int]()
+    for n in range(5):
+        for _, names, added in apply(mirror, stored(0, 1, token_ids=list(range(4 * n, 4 * n + 4)))):
+            (held.update if added else held.difference_update)(names)
+    assert (len(mirror), held) == (1, set(block_chain(range(16, 21), 4, block_root([]))))
+
+
 def test_it_holds_no_more_than_its_bound():
     mirror = Mirror(100)
     steps = [step for n in range(50) for step in apply(mirror, stored(n * 10, 10))]
@@ -133,6 +141,8 @@ def test_it_holds_no_more_than_its_bound():
         stored(0) | {"block_hashes": []},
         stored(0) | {"block_hashes": [[1]]},
         stored(0) | {"block_hashes": None},
+        stored(0) | {"block_hashes": ["100"]},
+        stored(0) | {"block_hashes": [bytes(1 << 20)]},
         {"type": "BlockRemoved"},
         {"type": "Surprise"},
         {"no": "type"},

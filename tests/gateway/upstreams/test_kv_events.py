@@ -66,6 +66,7 @@ class Publisher:
         self.kept: dict[int, bytes] = {}
         self._old = old
         self.deaf = False
+        self.endless = False  # a replay repeats the first batch for ever
         self._epoch = epoch
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.PUB)
@@ -105,6 +106,8 @@ class Publisher:
                 client, _, first = router.recv_multipart()
                 if self.deaf:
                     continue
+                while self.endless and not self._ending.is_set():
+                    router.send_multipart([client, b"", b"kv-events", bytes(8), self.kept[0]])
                 for number, payload in sorted(self.kept.items()):
                     if number >= int.from_bytes(first, "big", signed=True):
                         topic = [] if self._old else [b"kv-events"]
@@ -284,6 +287,55 @@ def test_history_that_is_no_longer_kept_is_done_without():
         publisher.kept.clear()
         publisher.send(5, stored(0, 1, lora_name="x"))
         ear.until(lambda: len(ear.held) == 1 and CHAIN[0] not in ear.held)
+
+
+def test_a_replay_that_does_not_bring_what_was_missed_ends_the_credit():
+    with scene() as (ear, start):
+        publisher = start()
+        publisher.send(0, block(0))
+        ear.until_held(1)
+        publisher.send(5, block(1), keep=False)
+        ear.until(lambda: not ear.held)
+        publisher.send(6, stored(0, 2), keep=False)
+        ear.until_held(2)
+        assert ear.count("losses") == 1
+
+
+def test_an_engine_that_keeps_nothing_to_replay_is_taken_as_it_comes():
+    with scene() as (ear, start):
+        publisher = start()
+        publisher.send(5, block(0), keep=False)
+        ear.until(lambda: ear.count("replays") == 1)
+        publisher.send(6, block(0), keep=False)
+        publisher.send(7, block(1), keep=False)
+        ear.until_held(2)
+
+
+def test_a_replay_that_never_ends_is_given_up():
+    with scene() as (ear, start):
+        publisher = start()
+        publisher.send(0, block(0))
+        ear.until_held(1)
+        publisher.endless = True
+        publisher.send(2, block(2))
+        ear.until(lambda: ear.count("replays failed") == 1 and not ear.held)
+        publisher.send(3, stored(0, 2))
+        ear.until_held(2)
+
+
+def test_numbers_that_cannot_be_are_not_taken_from_a_replay():
+    with scene() as (ear, start):
+        publisher = start()
+        publisher.kept[(1 << 63) - 1] = publisher.payload(1, block(1))
+        publisher.send(0, block(0))
+        ear.until_held(1)
+        publisher.send(2, block(2), lost=True)
+        publisher.kept[1] = publisher.payload(1, block(1))
+        publisher.send(3, block(3))
+        ear.until_held(4)
+        publisher.send(4, block(4))
+        ear.until_held(5)
+        assert ear.count("malformed messages") == 1
 
 
 def test_hostile_messages_are_counted_and_the_rest_is_heard():
