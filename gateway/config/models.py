@@ -296,7 +296,7 @@ class Ledger(Section):
 class Sentinels(Section):
     """Canaries that look for silent failures."""
 
-    every: Annotated[Seconds, Field(ge=1)] = 60.0  # between two rounds
+    every: Annotated[Seconds, Field(ge=1)] = 45.0  # with what a round takes, a failure shows within a minute
 
 
 class Telemetry(Section):
