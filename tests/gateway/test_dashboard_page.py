@@ -180,7 +180,7 @@ async def test_sentinels_stay_in_the_background_until_something_fails_silently(
         await expect(card).to_contain_text("No round has been made yet")
         light_up(gateway, Light("memory", "green"), Light("salt", "grey", "no salts are sent"))
         await expect(card.locator(".lights li")).to_have_count(2)
-        await expect(card).to_contain_text("costs upstreams 240 requests and 45.6K prompt tokens an hour")
+        await expect(card).to_contain_text("costs upstreams 320 requests and 60.8K prompt tokens an hour")
         await expect(notice).to_be_hidden()
         light_up(gateway, Light("memory", "green"), RED)
         await expect(notice).to_contain_text("events vllm-a")
