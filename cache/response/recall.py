@@ -86,8 +86,10 @@ class Recall:
         """Whether what memory holds may be taken for the newest: no other process has renewed an answer since the
         shared store was asked for this one.
         """
+        if self._shared is None or not self._generations.renewed:
+            return True
         self._forget_old_confirmations()
-        return self._shared is None or not self._renewed or identity.key in self._confirmed
+        return identity.key in self._confirmed
 
     def _fresh_until(self, entry: Entry) -> float:
         return self._generations.fresh_until(entry.generations, entry.born, entry.expires)

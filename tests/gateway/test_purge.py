@@ -109,20 +109,6 @@ class TestPurging:
             assert (await bench.miss(B, x_warmgate_tags="t")).text == "ans-2"
             assert (await bench.hit(B, x_warmgate_tags="t, s")).text == "ans-2"
 
-    async def test_a_call_made_without_the_tag_is_not_joined_by_those_who_name_it(
-        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
-    ) -> None:
-        u.reply(answer().held(gate))
-        async with start() as bench:
-            before = asyncio.create_task(bench.gateway.chat(B))
-            await u.wait_calls(1)
-            clock.advance(1)
-            await purge(bench, tag="t")
-            after = await bench.gateway.chat(B, x_warmgate_tags="t")
-            assert after.json()["choices"][0]["message"]["content"] == "ans-2"
-            gate.set()
-            await before
-
     @pytest.mark.parametrize(
         ("order", "word"),
         [
@@ -174,20 +160,31 @@ class TestPurging:
             assert (await bench.miss(B)).cache_status == "warmgate; fwd=stale; stored"
             await bench.hit(B)
 
+    @pytest.mark.parametrize(
+        ("order", "steering"),
+        [({"model": "m1"}, {}), ({"tag": "t"}, {"x_warmgate_tags": "t"})],
+        ids=["under its model", "under a tag that only those who come later name"],
+    )
     async def test_a_call_under_way_when_the_purge_comes_is_neither_kept_nor_joined(
-        self, start: Start, u: StubUpstream, clock: FakeClock, gate: asyncio.Event
+        self,
+        start: Start,
+        u: StubUpstream,
+        clock: FakeClock,
+        gate: asyncio.Event,
+        order: dict[str, str],
+        steering: dict[str, str],
     ) -> None:
         u.reply(answer().held(gate))
         async with start() as bench:
             before = asyncio.create_task(bench.gateway.chat(B))
             await u.wait_calls(1)
             clock.advance(1)
-            await purge(bench, model="m1")
-            after = await bench.gateway.chat(B)
+            await purge(bench, **order)
+            after = await bench.gateway.chat(B, **steering)
             assert after.json()["choices"][0]["message"]["content"] == "ans-2"
             gate.set()
             await before
-            assert (await bench.hit(B)).text == "ans-2"
+            assert (await bench.hit(B, **steering)).text == "ans-2"
 
     @pytest.mark.parametrize(
         "order",
